@@ -22,7 +22,7 @@ from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.training.workbench import Workbench
-from fedpriv.methods.integral.adapters import RecurringVariants, recurring_adapters
+from fedpriv.methods.integral.procedure import RecurringVariants, recurring_adapters
 from fedpriv.models.dedup import pipeline
 from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 from fedpriv.models.dedup.pipeline import validation_digest

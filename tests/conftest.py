@@ -68,7 +68,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _pages_without_plots(request: pytest.FixtureRequest) -> Iterator[None]:
-    with nullcontext() if request.path.parent == TESTS / WITH_PLOTS else without_plots():
+    with nullcontext() if request.path.is_relative_to(TESTS / WITH_PLOTS) else without_plots():
         yield
 
 

@@ -238,10 +238,6 @@ def _read_scores(path: Path, required: Sequence[str], optional: Sequence[str] = 
     """{column: finite float64 values}, for the required columns and the optional ones that the file has.
 
     An optional name such as `shadow_*` stands for all columns that begin with `shadow_`.
-
-    Raises:
-        InputError: the file does not exist, a column is missing, a row has another length, or a value is not a finite
-            number.
     """
     import numpy as np
 
@@ -270,11 +266,6 @@ def _read_scores(path: Path, required: Sequence[str], optional: Sequence[str] = 
 
 
 def _flags(values: Array, name: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """The values 0 and 1 as bool.
-
-    Raises:
-        InputError: there is another value.
-    """
     import numpy as np
 
     if not np.isin(values, (0, 1)).all():

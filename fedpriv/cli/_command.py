@@ -53,12 +53,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Result | Mapping[str, Any]]
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[_Function], _Function]:
-    """Register a function as a command, which prints its result; the function itself stays as it is.
-
-    Args:
-        app: of which it becomes a command.
-        name: of the command; by default the function's.
-    """
+    """Register a function as a command, which prints its result; the function itself stays as it is."""
 
     def register(function: _Function) -> _Function:
         app.command(name)(_printing(function))
@@ -132,7 +127,6 @@ class OneOf(click.types.StringParamType):
 
         Args:
             known: MODULE:ATTRIBUTE with the names.
-            others: further names that the command knows.
             check: False where the library accepts aliases too, or refuses an unknown name in its own words.
         """
         self._known, self._others, self._check = known, others, check
@@ -152,11 +146,7 @@ class OneOf(click.types.StringParamType):
         return [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The value itself, if it is one of the names.
-
-        Raises:
-            InputError: it is not.
-        """
+        """The value itself; InputError if it is not one of the names."""
         text = super().convert(value, param, ctx)
         if self._check and text not in self.names():
             name = param.name if param else self.name
@@ -177,7 +167,6 @@ def result_of(option: str, name: str) -> Any:
     """Call the user's MODULE:FUNCTION and return its result; the working directory is searched for the module first.
 
     Args:
-        option: that names the function, for the error.
         name: MODULE:FUNCTION; the function takes no arguments.
 
     Raises:

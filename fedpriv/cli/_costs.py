@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedpriv.privacy.accounting.law import Accountant, Unit
     from fedpriv.runs.plan.communication import PaperRow
 
+
 CLOSED_FORM = "closed-form"
 
 _ADJACENCY = {
@@ -26,6 +27,7 @@ _ADJACENCY = {
 Delta = Annotated[float, typer.Option(help="In (0, 1); usually at most 1 / (10 N_k).")]
 SamplingProbability = Annotated[float, typer.Option(help="q = B / N_k, in [0, 1].")]
 Steps = Annotated[int, typer.Option(help="Noisy steps in all: rounds times local steps, >= 1.")]
+
 AccountantName = Annotated[
     str,
     typer.Option(
@@ -33,6 +35,7 @@ AccountantName = Annotated[
         help="pld is tight, rdp fast; closed-form is the DP-LoRA paper's figure.",
     ),
 ]
+
 Clipping = Annotated[
     str,
     typer.Option(
@@ -40,17 +43,30 @@ Clipping = Annotated[
         help="The clipping rule, which fixes the sensitivity.",
     ),
 ]
+
 NumTensors = Annotated[int, typer.Option(help="Number of trainable tensors, for per-tensor.")]
+
 Head = Annotated[
     bool, typer.Option("--head", help="A classification head is trained too: a third part for split and batch.")
 ]
+
 UnitName = Annotated[
     str,
     typer.Option(
         click_type=OneOf("fedpriv.privacy.accounting.law:Unit"), help="What epsilon and risk are of; words alone."
     ),
 ]
+
 RhoBar = Annotated[float, typer.Option(help="sqrt(sum rho_k^2) in (0, 1], for the paper's rho view.")]
+MODEL_HELP = "gpt2, bert-base, llama-7b, chatglm2-6b, a folder with a config.json, or a model on the Hub."
+
+PAPER_NOTES = (
+    "All figures are parameters of one client's upload in one round; % are of all parameters.",
+    "off: the formula L r 2n against the paper's figure; given: whether they differ by at most 5 %.",
+    "> whole: the paper's figure exceeds that of sending the adapted matrices whole.",
+    "ratio: whether the paper's overhead over its own origin gives the ratio that it prints.",
+    "Adapted matrices assumed:",
+)
 
 
 def account(
@@ -132,10 +148,7 @@ def calibrate(
 
     def steps_with(z: float) -> SubsampledGaussian:
         return SubsampledGaussian(
-            noise_multiplier=z * scale,
-            sampling_probability=sampling_probability,
-            count=steps,
-            unit=cast("Unit", unit),
+            noise_multiplier=z * scale, sampling_probability=sampling_probability, count=steps, unit=cast("Unit", unit)
         )
 
     if epsilon is not None:
@@ -242,16 +255,6 @@ def _sensitivity_factor(clipping: str, num_tensors: int, head: bool) -> float:
 
     rule = clipping_rule(clipping)
     return sensitivity_factor(rule, num_parts(rule, num_tensors=num_tensors, head=head))
-
-
-MODEL_HELP = "gpt2, bert-base, llama-7b, chatglm2-6b, a folder with a config.json, or a model on the Hub."
-PAPER_NOTES = (
-    "All figures are parameters of one client's upload in one round; % are of all parameters.",
-    "off: the formula L r 2n against the paper's figure; given: whether they differ by at most 5 %.",
-    "> whole: the paper's figure exceeds that of sending the adapted matrices whole.",
-    "ratio: whether the paper's overhead over its own origin gives the ratio that it prints.",
-    "Adapted matrices assumed:",
-)
 
 
 def communication(

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli import _dedup_store
-from fedpriv.cli._command import AsJson, OneOf, Result, StorePath, command, result_of, show
+from fedpriv.cli._command import AsJson, OneOf, Result, StorePath, check_new_file, command, result_of, show, table
 from fedpriv.errors import InputError
 from fedpriv.texts import printable
 
@@ -72,6 +71,11 @@ MaxDistance = Annotated[
 UtilityBound = Annotated[
     float | None, typer.Option(help="By how much accuracy may drop; by default each variant's own bound.", min=0, max=1)
 ]
+
+_COLUMNS = (
+    *("name", "bytes_own", "num_blocks", "num_shared", "epsilon_before", "epsilon_after"),
+    *("accuracy", "perplexity", "bases"),
+)
 
 
 @command(app)
@@ -162,10 +166,10 @@ def run(
     from fedpriv.models.variants import folders
     from fedpriv.models.variants.store import Store
     from fedpriv.runs import RunWriter
-    from fedpriv.runs.files import STORE, STORED_ANSWERS
+    from fedpriv.runs.files import CONFIG, STORE, STORED_ANSWERS
 
     described = _described(folder, epsilon_bound, utility_bound)
-    where = {variant.name: path for path, variant in described.items()}
+    variants, where = list(described.values()), {variant.name: path for path, variant in described.items()}
 
     def read(name: str) -> dict[str, Any]:
         return folders.read_tensors(where[name])
@@ -175,7 +179,7 @@ def run(
         fairness=fairness,
         max_distance=max_distance,
         algorithm=algorithm,
-        block_size=block_size or _fitting(described.values(), read),
+        block_size=block_size or _fitting(variants, read),
         options=parse_overrides(option or []),
     )
     validates = algorithm != LOSSLESS
@@ -183,26 +187,20 @@ def run(
         raise InputError(f"evaluator, validation_records, seed: algorithm = {algorithm!r} validates nothing")
     if evaluator and (validation_records, seed) != (None, None):
         raise InputError("validation_records, seed: are for a run's own test set; an --evaluator chooses its records")
-    if validates and not evaluator:
-        _check_of_run(folder)
+    run_folder = folder.absolute().parent
+    if validates and not evaluator and not (run_folder / CONFIG).exists():
+        raise InputError(f"folder = {str(folder)!r}: is not the variants of a run; give an --evaluator for them")
     with _shown(quiet=as_json) as observer:
-        pipeline.check(list(described.values()), read, store, settings)
+        pipeline.check(variants, read, store, settings)
         evaluators, evaluation = {}, ""
         if validates:
-            judge = result_of("evaluator", evaluator) if evaluator else _of_run(folder, validation_records, seed)
+            judge = result_of("evaluator", evaluator) if evaluator else _of_run(run_folder, validation_records, seed)
             given = judge if isinstance(judge, Mapping) else dict.fromkeys(where, judge)
             evaluators = {name: each for name, each in given.items() if name in where}
             evaluation = evaluator or judge.description
         with _private_queries(evaluators, validation_epsilon, ledger) as private, Store(store) as opened:
             outcomes = pipeline.deduplicate(
-                list(described.values()),
-                read,
-                evaluators,
-                opened,
-                settings,
-                private=private,
-                evaluation=evaluation,
-                observer=observer,
+                variants, read, evaluators, opened, settings, private=private, evaluation=evaluation, observer=observer
             )
             answers = []
             if validates and not evaluator:
@@ -216,7 +214,6 @@ def run(
                 "variants": [asdict(outcome) for outcome in outcomes],
                 "answers": [asdict(answer) for answer in answers],
             }
-    run_folder = folder.absolute().parent
     if store.absolute() == run_folder / STORE:
         RunWriter(run_folder).write_answers(answers, STORED_ANSWERS)
     lines = [_line(outcome) for outcome in outcomes]
@@ -227,13 +224,111 @@ def run(
     show(summary, lines, as_json)
 
 
+@command(app)
+def restore(
+    store: StorePath,
+    name: Annotated[str, typer.Argument(help="Name of the variant.")],
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+) -> Result:
+    """Write a stored variant as an ordinary safetensors file, bit for bit as it was validated.
+
+    Example: fedpriv dedup restore store round-20 --out round-20.safetensors
+    """
+    import safetensors.numpy
+
+    from fedpriv.files import new_file
+    from fedpriv.models.variants.store import Store
+
+    check_new_file(out)
+    with Store(store, read_only=True) as opened:
+        tensors = opened.tensors(name)
+    with new_file(out) as file:
+        safetensors.numpy.save_file(tensors, file.name)
+    return Result({"name": name, "file": str(out), "num_tensors": len(tensors)}, [f"{len(tensors)} tensors in {out}"])
+
+
+@command(app)
+def verify(store: StorePath) -> Result:
+    """Check that every block, manifest and extra tensor of a store is as it was written. Exit code 1 if not.
+
+    Example: fedpriv dedup verify store
+    """
+    from fedpriv.models.variants.store import Store
+
+    with Store(store, read_only=True) as opened:
+        damage, names = opened.verify(), opened.names
+    sound = [f"{len(names)} variants, all sound"]
+    return Result({"names": names, "damage": damage}, damage or sound, code=1 if damage else 0)
+
+
+@command(app, "list")
+def list_(store: StorePath) -> Result:
+    """The variants of a store: bytes and blocks of their own, epsilon and accuracy, and whose blocks they may hold.
+
+    Example: fedpriv dedup list store
+    """
+    from fedpriv.models.variants.store import Store
+    from fedpriv.models.variants.stored import stored_models
+
+    with Store(store, read_only=True) as opened:
+        models = stored_models(opened)
+        summary = {"bytes_stored": opened.bytes_stored, "bytes_logical": opened.bytes_logical}
+    rows = [asdict(model) | {"bases": ", ".join(model.bases)} for model in models]
+    lines = [*table(rows, _COLUMNS), f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored"]
+    return Result({"variants": [asdict(model) for model in models], **summary}, lines)
+
+
+@command(app)
+def remove(
+    store: StorePath,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of the variants.")],
+) -> Result:
+    """Remove variants, but no base of one that stays; `gc` then frees the space that only they used.
+
+    Example: fedpriv dedup remove store client-2 client-3
+    """
+    from fedpriv.models.variants import stored
+    from fedpriv.models.variants.store import Store
+
+    _check_store(store)
+    with Store(store) as opened:
+        stored.remove(opened, names)
+        left, kept_values = opened.names, stored.kept_for_others(opened, names)
+    lines = [f"{len(left)} variants left: {', '.join(left) or 'none'}"]
+    for name, others in kept_values.items():
+        lines.append(f"note: the values of {name} stay in the store, since {', '.join(others)} are restored with them")
+    return Result({"removed": names, "left": left, "kept_for_others": kept_values}, lines)
+
+
+@command(app)
+def gc(store: StorePath) -> Result:
+    """Free the space of blocks that no variant uses any more.
+
+    Example: fedpriv dedup gc store
+    """
+    from fedpriv.models.variants.store import Store
+
+    _check_store(store)
+    with Store(store) as opened:
+        before = opened.bytes_stored
+        num_blocks = opened.compact()
+        freed, left = before - opened.bytes_stored, opened.bytes_stored
+    values = {"num_blocks": num_blocks, "bytes_freed": freed, "bytes_stored": left}
+    return Result(values, [f"{num_blocks} blocks dropped, {freed} bytes given back, {left} left"])
+
+
+def _of_run(run: Path, num_records: int | None, seed: int | None) -> Any:
+    from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+
+    return AdapterEvaluator.of_run(run, num_records=num_records, seed=seed)
+
+
 def _short(text: str) -> str:
     """The beginning of a text, in one line."""
     return printable(textwrap.shorten(text, 100, placeholder=" ..."))
 
 
 def _line(outcome: Outcome) -> str:
-    """A line that tells how one variant was stored."""
     if outcome.untouched:
         return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
     needed = outcome.records_needed
@@ -247,7 +342,7 @@ def _line(outcome: Outcome) -> str:
 
 def _utility(outcome: Outcome) -> str:
     """Its loss in words, of accuracy or of perplexity; empty if its records are private or nothing was proven."""
-    from fedpriv.models.variants.outcomes import perplexity
+    from fedpriv.models.variants.blocks import perplexity
     from fedpriv.runs.figures import format_bound
 
     before, after = outcome.utility_before, outcome.utility_after
@@ -258,11 +353,6 @@ def _utility(outcome: Outcome) -> str:
         figures = f"perplexity {perplexity(before):.2f} to {perplexity(after):.2f}"
     most = f"at most {format_bound(outcome.loss_limit)}" if outcome.loss_limit > 0 else "none"
     return f"{figures} of {outcome.num_records} records, a loss of {most}, "
-
-
-for of_store in (_dedup_store.restore, _dedup_store.verify, _dedup_store.remove, _dedup_store.gc):
-    command(app)(of_store)
-command(app, "list")(_dedup_store.list_)
 
 
 def _settings(**values: Any) -> DedupSettings:
@@ -296,19 +386,6 @@ def _fitting(variants: Iterable[Described], read: Callable[[str], Mapping[str, A
 
     models = [read(name) for name in {variant.architecture: variant.name for variant in variants}.values()]
     return min(fitting_block_size(t.size for t in model.values() if t.dtype == "float32") for model in models)
-
-
-def _check_of_run(folder: Path) -> None:
-    """Refuse a folder that is not a run's; the run's model is not loaded yet."""
-    if not (folder.absolute().parent / "config.toml").exists():
-        raise InputError(f"folder = {str(folder)!r}: is not the variants of a run; give an --evaluator for them")
-
-
-def _of_run(folder: Path, num_records: int | None, seed: int | None) -> Any:
-    """The evaluator of the run that the folder's variants belong to."""
-    from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
-
-    return AdapterEvaluator.of_run(folder.absolute().parent, num_records=num_records, seed=seed)
 
 
 @contextmanager
@@ -363,11 +440,7 @@ def _registered(ledger: Ledger, evaluator: Evaluator) -> DataSet:
 
 @contextmanager
 def _shown(*, quiet: bool) -> Iterator[Observer]:
-    """Show on stderr, within this context, what the observer is told; Ctrl-C ends it in one line and exit code 130.
-
-    Args:
-        quiet: show nothing but that line.
-    """
+    """Show on stderr, within this context, what the observer is told; Ctrl-C ends it in one line and exit code 130."""
     last: list[Progress] = []
 
     def line(progress: Progress) -> None:
@@ -389,7 +462,6 @@ def _shown(*, quiet: bool) -> Iterator[Observer]:
 
 
 def _progress_line(progress: Progress) -> str:
-    """The state in one line."""
     left = progress.seconds_left
     parts = [
         f"{progress.num_stored} of {progress.num_variants} variants stored",
@@ -412,3 +484,10 @@ def _rewritten_line() -> Iterator[Observer]:
         yield lambda progress: bar.update(
             task, description=_progress_line(progress), completed=progress.num_stored, total=progress.num_variants
         )
+
+
+def _check_store(store: Path) -> None:
+    """Refuse a folder that is no store, which opening it for writing would make one."""
+    from fedpriv.models.variants.store import Store
+
+    Store(store, read_only=True).close()

@@ -294,7 +294,6 @@ def _phase(found: Plan, phase: PhaseRounds) -> dict[str, Any]:
 
 
 def _row(found: Plan, speed: float) -> dict[str, Any]:
-    """The values of `_COLUMNS`."""
     return {
         "noise_multiplier": found.steps[0].spec.noise_multiplier,
         "lora_noise_multiplier": found.steps[-1].spec.noise_multiplier if found.setting.num_lora_rounds else None,
@@ -305,7 +304,6 @@ def _row(found: Plan, speed: float) -> dict[str, Any]:
 
 
 def _page(values: Mapping[str, Any]) -> Iterable[str]:
-    """Lines for a reader."""
     counted = {"num_records": f"num_{what_is_counted(values['unit'])}"}
     elsewhere = ("phases", "clients", "alternatives", "left_out", "is_hopeless", "helps_most", "needed_records")
     of_phases = ("lora_rounds", "noise_multiplier", "lora_noise_multiplier", "train_auto")
@@ -377,7 +375,6 @@ def _memory_of_machine(device: str) -> int:
 
 
 def _memory_page(values: Mapping[str, Any]) -> Iterable[str]:
-    """Lines for a reader."""
     size = {name: f"{value / 1e9:.2f} GB" for name, value in values.items() if "bytes" in name}
     kind = {4: "4-bit NF4", 16: "bfloat16", 32: "float32"}[values["bits"]]
     kept, again = size["activation_bytes_kept"], size["activation_bytes_recomputed"]

@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from fedpriv.models.publishing.saved import LoadedVariant, SavedVariant
 
 
+License = Annotated[
+    str, typer.Option("--license", help="The Hub's identifier of a license, such as apache-2.0; by default none.")
+]
+
+# What `push` tells of every holder.
+_COSTS = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
+
+
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")]) -> dict[str, str]:
     """Build a run's report.html again from its tables.
 
@@ -84,11 +92,6 @@ def watch(
         show(values, [], as_json)
 
 
-License = Annotated[
-    str, typer.Option("--license", help="The Hub's identifier of a license, such as apache-2.0; by default none.")
-]
-
-
 def export(
     source: SavedModel,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
@@ -102,7 +105,7 @@ def export(
         str,
         typer.Option(
             help="With --gguf: of the whole model's matrices.",
-            click_type=OneOf("fedpriv.models.publishing._card_texts:Precision"),
+            click_type=OneOf("fedpriv.models.publishing.card:Precision"),
         ),
     ] = "float16",
 ) -> Result:
@@ -175,10 +178,6 @@ def card(
         return Result({"variant": found.name, "card": path}, [path])
     text = cards.text(found, license=license)
     return Result({"variant": found.name, "card": text}, [text.rstrip("\n")])
-
-
-# What `push` tells of every holder.
-_COSTS = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
 
 
 def push(

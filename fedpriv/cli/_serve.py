@@ -83,7 +83,7 @@ def run(
     serving_app, server = _serve_modules()
     from fedpriv.files import replace_file
     from fedpriv.models.serving.http.limits import RequestLimits
-    from fedpriv.models.serving.http.nginx import configuration
+    from fedpriv.models.serving.http.server import nginx_configuration
     from fedpriv.models.serving.http.tokens import Tokens
     from fedpriv.texts import parse_bytes
 
@@ -107,7 +107,7 @@ def run(
     if nginx is not None:
         if tokens is None or certificate is None or key is None:
             raise InputError(f"nginx = {str(nginx)!r}: other machines will ask; give --tokens, --certificate and --key")
-        made = configuration(address, limits, port=nginx_port, certificate=certificate, key=key)
+        made = nginx_configuration(address, limits, port=nginx_port, certificate=certificate, key=key)
         replace_file(nginx, made.encode())
     _log_to_stderr()
 

@@ -215,7 +215,7 @@ def coverage_of_space(
 
     Example: fedpriv lmo coverage --quantisation 0.01 --domain-size 51
     """
-    from fedpriv.methods.lmo.search import coverage
+    from fedpriv.methods.lmo.comparison import coverage
 
     records = coverage(
         _space(combination, part, ranges),

@@ -16,9 +16,6 @@ from fedpriv.exports import lazy_exports
 if TYPE_CHECKING:
     from fedpriv.runs._folder import LANGUAGE_KEYS as LANGUAGE_KEYS
     from fedpriv.runs._folder import RunFolder as RunFolder
-    from fedpriv.runs._presence import is_alive as is_alive
-    from fedpriv.runs._presence import marked_alive as marked_alive
-    from fedpriv.runs._presence import refuse_second as refuse_second
     from fedpriv.runs._rows import USABLE as USABLE
     from fedpriv.runs._rows import ClientRow as ClientRow
     from fedpriv.runs._rows import RoundRow as RoundRow
@@ -40,6 +37,9 @@ if TYPE_CHECKING:
     from fedpriv.runs.figures import format_bytes as format_bytes
     from fedpriv.runs.figures import format_delta as format_delta
     from fedpriv.runs.figures import format_epsilon as format_epsilon
+    from fedpriv.runs.files import is_alive as is_alive
+    from fedpriv.runs.files import marked_alive as marked_alive
+    from fedpriv.runs.files import refuse_second as refuse_second
     from fedpriv.runs.show import write_report as write_report
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.runs import _presence as presence
 from fedpriv.runs import files
 from fedpriv.runs._rows import (
     ClientRow,
@@ -95,11 +94,7 @@ class RunFolder:
     wrong with it.
 
     Args:
-        path: of the folder.
         now: the moment of the look, in seconds since the epoch; None for this one.
-
-    Attributes:
-        path, now: as given.
     """
 
     def __init__(self, path: Path | str, *, now: float | None = None) -> None:
@@ -128,7 +123,7 @@ class RunFolder:
     @cached_property
     def is_alive(self) -> bool | None:
         """Whether the process that runs the run lives; None if that cannot be told from here."""
-        return presence.is_alive(self.path)
+        return files.is_alive(self.path)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from fedpriv.errors import InputError
 USABLE = ("ok", "silent")
 """The statuses of a reply that the round can use."""
 
+MAX_EVENTS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRow:
@@ -102,9 +104,6 @@ def parse_rows(
     """The rows of a table that are whole, as {column: value}; the last may be half written, now or when a run died.
 
     Args:
-        text: of rounds.csv or clients.csv.
-        path: of the file, for errors.
-        kind: which rows it holds.
         columns: those that are needed; None for all.
 
     Raises:
@@ -125,11 +124,7 @@ def parse_rows(
 
 
 def parse_epsilon(value: object) -> float:
-    """The epsilon that a record holds; "inf", NaN and a missing one all mean that there is no bound.
-
-    Raises:
-        ValueError: the value is no number, or below 0.
-    """
+    """The epsilon that a record holds, infinite for "inf", NaN and a missing one; ValueError for what is none."""
     if value is None:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -152,16 +147,12 @@ def _parse_cell(name: str, type_: str, text: str | None) -> Any:
     return parse_epsilon(text) if name.startswith("epsilon_") else float(text)
 
 
-MAX_EVENTS = 8
-
-
 @dataclass(frozen=True, kw_only=True)
 class Events:
     """The events of a journal.
 
     Attributes:
         last: the last events, at most MAX_EVENTS.
-        num_events: how many there are in all.
         num_unreadable: lines that hold no event.
     """
 
@@ -223,9 +214,7 @@ class StoredAnswer:
     """A prompt with the answers of a variant before and after deduplication, as text.
 
     Attributes:
-        variant: its name.
         prompt: as the models read it, without special tokens.
-        reference: the test set's own response.
         before, after: answers of the variant as it was given and as it is stored.
     """
 
@@ -240,11 +229,7 @@ Answers = TypeVar("Answers", Sample, StoredAnswer)
 
 
 def read_answers(path: Path, kind: type[Answers]) -> tuple[Answers, ...]:
-    """The prompts with answers in a file of a run; none if it has generated none.
-
-    Raises:
-        InputError: a line is damaged; names it.
-    """
+    """The prompts with answers in a file of a run, none if there is no file; InputError names a damaged line."""
     if not path.is_file():
         return ()
     lines = path.read_text(encoding="utf-8").splitlines()

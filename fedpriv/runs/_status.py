@@ -93,9 +93,7 @@ class RunStatus:
         epsilon_this_run_max, epsilon_before_max: what this run has spent on the run's view, and what stood in the
             account before it; None where nothing did.
         seconds: what the rounds took, or the whole run once it is finished.
-        checkpoint_round: the round of the last checkpoint.
         num_unreadable_events: lines of events.jsonl that hold no event; one still being written does not count.
-        events: the last ones.
     """
 
     run_dir: str
@@ -141,11 +139,7 @@ class RunStatus:
 
 
 def status_of(folder: RunFolder) -> RunStatus:
-    """The status of the run in the folder, at the moment of the look.
-
-    Raises:
-        InputError: one line: the folder holds no run, or one of its files is damaged.
-    """
+    """The status of the run in the folder now; InputError if it holds no run, or one of its files is damaged."""
     return folder.once(_status_of)
 
 
@@ -201,17 +195,12 @@ def _status_of(folder: RunFolder) -> RunStatus:
 
 
 def _unit(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """The unit of the run's releases."""
     of_configuration = "client" if config.get("noise_on") == "upload" else config.get("unit", "record")
     return str(summary.get("unit", of_configuration))
 
 
 def spent_on_view(folder: RunFolder) -> dict[int, float | None]:
-    """{client: what it has spent on the run's view}: the final figure, or that of its last row; None before it.
-
-    Raises:
-        InputError: see `status_of`.
-    """
+    """{client: what it has spent on the run's view}: the final figure, or that of its last row; None before it."""
     return folder.once(_spent_on_view)
 
 
@@ -227,11 +216,7 @@ def _spent_on_view(folder: RunFolder) -> dict[int, float | None]:
 
 
 def _limits(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The run's limits, and the view that they are on.
-
-    Raises:
-        InputError: its configuration is damaged.
-    """
+    """The run's limits, and the view that they are on."""
     view, target = config.get("privacy_view", "local"), config.get("target_epsilon")
     try:
         return {
@@ -255,9 +240,7 @@ def resume_command(run_dir: Path, engine: str, model: str = "") -> str:
     """The command line that resumes the run in a folder; the line of Python, for a model that a program gave.
 
     Args:
-        run_dir: the folder.
         engine: of the run; `flower` stands for a deployment.
-        model: of the run, as its configuration names it.
     """
     path = str(run_dir.absolute())
     if model.startswith(OWN_MODEL):
@@ -282,9 +265,6 @@ def account_parts(summary: Mapping[str, Any]) -> tuple[float, float] | None:
     """The largest cost of this run, and of what stood in an account before it, on the run's view.
 
     None where nothing stood there.
-
-    Args:
-        summary: of a finished run.
     """
     keys = ("epsilon_this_run_max", "epsilon_before_max")
     if not all(key in summary for key in keys):

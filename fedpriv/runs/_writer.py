@@ -73,11 +73,7 @@ class RunWriter:
 
     @classmethod
     def created(cls, path: Path, config: RunConfig) -> Self:
-        """The writer of a new run's folder.
-
-        Raises:
-            InputError: the folder is not empty.
-        """
+        """The writer of a new run's folder; InputError if the folder is not empty."""
         files.check_unused(path)
         path.mkdir(parents=True, exist_ok=True)
         return cls._begun(path, config)
@@ -107,11 +103,7 @@ class RunWriter:
 
     @classmethod
     def reopened(cls, path: Path, *, round_: int) -> Self:
-        """The writer of the folder of a run that resumes after this round; rows of later rounds are dropped.
-
-        Raises:
-            InputError: a table is missing or damaged.
-        """
+        """The writer of a run that resumes after this round: its tables, to be sound, lose rows of later rounds."""
         writer = cls(path)
         try:
             rounds = [RoundRow(**row) for row in read_rows(path / files.ROUNDS, RoundRow)]
@@ -139,11 +131,7 @@ class RunWriter:
         replace_file(self.path / files.DIGESTS, json.dumps(digests, indent=1).encode(), mode=0o600)
 
     def register_audit(self, registration: Mapping[str, Any]) -> None:
-        """Write what an audit has chosen, before the first round; a run that is resumed must have chosen the same.
-
-        Raises:
-            InputError: the folder has another registration.
-        """
+        """Write what an audit has chosen, before the first round; InputError if a resumed run had chosen otherwise."""
         path = self.path / files.AUDIT
         if not path.exists():
             write_json(path, registration)

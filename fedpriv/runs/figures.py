@@ -18,6 +18,9 @@ from fedpriv.runs._status import account_parts, status_of
 
 INFINITY = "∞"
 MISSING = "–"
+_BY_CURVE = "epsilon_lower_f_dp"
+Page = Literal["terminal", "closing", "report", "tracker", "card", "result"]
+EVERY_PAGE: frozenset[Page] = frozenset(get_args(Page))
 
 
 def format_bound(epsilon: float | str | None) -> str:
@@ -37,12 +40,7 @@ def format_delta(delta: float | None) -> str:
 
 
 def format_epsilon(epsilon: float | str | None, delta: float | None) -> str:
-    """An epsilon with its delta: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one.
-
-    Args:
-        epsilon: >= 0; None, NaN and "inf" are shown as ∞.
-        delta: in (0, 1).
-    """
+    """An epsilon, or ∞, with its delta: `ε = 1.83 at δ = 1e-5`. An epsilon is never shown without one."""
     return f"ε = {format_bound(epsilon)} at δ = {format_delta(delta)}"
 
 
@@ -142,9 +140,6 @@ def _closing_line(summary: Mapping[str, Any]) -> str:
     )
 
 
-_BY_CURVE = "epsilon_lower_f_dp"
-
-
 def audit_bound(audit: Mapping[str, Any] | None) -> str | None:
     """An audit's lower bound of epsilon; None without an audit."""
     if not audit:
@@ -158,11 +153,7 @@ def audit_curve_bound(audit: Mapping[str, Any] | None) -> str | None:
 
 
 def _audit_line(audit: Mapping[str, Any]) -> str:
-    """One line that compares what an audit found with what the run claims.
-
-    Args:
-        audit: `audit` of a run's summary.
-    """
+    """One line that compares what an audit found with what the run claims."""
     claim = audit["claimed_epsilon"]
     # Not all audits have a bound by f-DP, and none of earlier versions.
     by_curve = f", ≥ {_rounded_down(audit[_BY_CURVE])} by f-DP" if _BY_CURVE in audit else ""
@@ -203,10 +194,6 @@ def why_not_private(run: RunFolder) -> list[str]:
     return reasons
 
 
-Page = Literal["terminal", "closing", "report", "tracker", "card", "result"]
-EVERY_PAGE: frozenset[Page] = frozenset(get_args(Page))
-
-
 @dataclass(frozen=True)
 class Figure:
     """A figure of a run.
@@ -215,12 +202,9 @@ class Figure:
         key: its name in Python, and in trackers after `final/`.
         label: its name for people; a function of the folder where it depends on the run.
         read: its value; None if this run has none, or none yet.
-        text: the value for people.
         on: the pages that show it: `fedpriv status` and a report before the end, the closing table, the report, the
             trackers (of finished runs, and numbers alone), the model card (of the run's final model) and `Run.summary`.
         has_dash: whether a missing value is shown as a dash, where it applies; else the figure is left out.
-        applies: whether a run can have the figure.
-        is_alarming: whether the value should be looked at.
         is_wide: whether a tile needs room for a sentence.
     """
 
@@ -249,11 +233,7 @@ class ShownFigure:
 
 
 def figures(folder: RunFolder, page: Page) -> tuple[ShownFigure, ...]:
-    """The figures that a page shows of a run, in their order.
-
-    Raises:
-        InputError: a file that one of them is read from is missing or damaged.
-    """
+    """The figures that a page shows of a run, in order; InputError if a file of one is missing or damaged."""
     return tuple(
         ShownFigure(
             key=figure.key,

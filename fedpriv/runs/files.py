@@ -1,12 +1,23 @@
-"""The names of the files in the folder of a run or a sweep, and how TOML and JSON files are read and written there."""
+"""The files in the folder of a run or a sweep: their names, how TOML and JSON files are read and written, and a lock.
+
+The lock tells whether the process of a run or a sweep lives: the kernel unlocks its file as the process dies. It
+belongs to an open file (Linux's open file description locks): it survives that someone in the same process opens and
+closes the file, and it is asked for without being taken, so that nobody who looks can be in a run's way. Locks tell of
+processes on the same machine only. So the file names the machine's boot; of any other, nothing is known.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
+import os
 import re
+import struct
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +47,10 @@ REPORT = "report.html"
 TRACKER = "tracker.json"  # how far a tracker has been told
 PROGRESS = "progress.json"  # what the clients of the round under way do
 PRESENCE = "process.json"  # locked while the run's process lives
-
 CHECKPOINTS = "checkpoint"
 COMPARISON = "comparison"  # a run folder of its own, of the rounds without noise
 VARIANTS = "variants"
 STORE = "store"
-
 SWEEP_PLAN = "sweep.json"  # what is planned: title and runs, written before the first of them
 SWEEP_TABLE = "sweep.csv"  # written at the end, or when the sweep is interrupted
 UNFINISHED = "unfinished"  # earlier attempts, whose releases count
@@ -54,6 +63,16 @@ _BOUND = re.compile(r"epsilon|\bmu(_|$)")
 
 _CHECKPOINT_PREFIX = "round-"
 _CHECKPOINT = re.compile(rf"{_CHECKPOINT_PREFIX}[0-9]{{6,}}")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+# `struct flock` of 64-bit Linux: type, whence, start, length (0 for all), process (must be 0), padding.
+_FLOCK = struct.Struct("hhqqi4x")
+
+# macOS has no such locks: there a run is judged by its silence alone.
+_GET: int | None = getattr(fcntl, "F_OFD_GETLK", None)
+
+_SET: int | None = getattr(fcntl, "F_OFD_SETLK", None)
+_MAX_BYTES = 1000
 
 
 def is_finished(run_dir: Path) -> bool:
@@ -62,20 +81,12 @@ def is_finished(run_dir: Path) -> bool:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """The resolved configuration of the run in the folder.
-
-    Raises:
-        InputError: the file is missing, or holds no valid configuration.
-    """
+    """The resolved configuration of the run in the folder; InputError if it is missing, or not valid."""
     return configuration.parse(configuration.read(run_dir / CONFIG))
 
 
 def check_version(run_dir: Path) -> None:
-    """Refuse the folder of a run that was written in another way.
-
-    Raises:
-        InputError: it is of another version, or names none.
-    """
+    """Refuse, with an InputError, the folder of a run that is of another version, or names none."""
     path = run_dir / ENVIRONMENT
     version = read_values(path).get("version")
     if version != VERSION:
@@ -136,11 +147,7 @@ def missing(path: Path) -> InputError:
 
 
 def check_unused(folder: Path) -> None:
-    """Refuse a folder for a new run's results that holds something.
-
-    Raises:
-        InputError: it is not empty, or is a file.
-    """
+    """Refuse, with an InputError, a folder for a new run's results that is not empty, or is a file."""
     if not is_free(folder):
         raise InputError(f"out = {str(folder)!r}: already holds a run; name another folder, or resume it")
 
@@ -164,3 +171,86 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def run_folder_of(path: Path) -> Path:
     """The run's folder, given that folder or one of its checkpoints."""
     return path.parent.parent if path.parent.name == CHECKPOINTS else path
+
+
+@contextmanager
+def marked_alive(run_dir: Path) -> Iterator[None]:
+    """While the block runs, `is_alive(run_dir)` is True for all processes on this machine.
+
+    Where the file system has no locks the block runs all the same, and nobody can tell.
+
+    Raises:
+        InputError: another process runs it.
+    """
+    refuse_second(run_dir)
+    file = os.open(run_dir / PRESENCE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        content = b""
+        if _lock(file, run_dir):
+            content = json.dumps({"boot": _boot(), "process": os.getpid()}).encode() + b"\n"
+        # In this order a run that is killed between the two leaves a first line that names the machine.
+        os.pwrite(file, content, 0)
+        os.ftruncate(file, len(content))
+        yield
+    finally:
+        os.close(file)
+
+
+def refuse_second(run_dir: Path) -> None:
+    """Refuse, with an InputError, to touch a run or a sweep that another process runs."""
+    if is_alive(run_dir):
+        raise _second(run_dir)
+
+
+def _second(run_dir: Path) -> InputError:
+    kind = "sweep" if (run_dir / SWEEP_PLAN).is_file() else "run"
+    number = _noted(run_dir).get("process")
+    named = "" if number is None else f", process {number}"
+    return InputError(f"{run_dir}: another process runs this {kind}{named}; wait until it ends, or end it first")
+
+
+def is_alive(run_dir: Path) -> bool | None:
+    """Whether the process that runs the run lives; None if that cannot be told.
+
+    That is so for a process on another machine or before this one was restarted.
+    """
+    try:
+        if _GET is None or str(_noted(run_dir).get("boot", "")) != _boot():  # "" is no machine's
+            return None
+        with (run_dir / PRESENCE).open("rb") as file:
+            asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            found: int = _FLOCK.unpack(fcntl.fcntl(file, _GET, asked))[0]
+    except OSError:
+        return None
+    return found != fcntl.F_UNLCK
+
+
+def _lock(file: int, run_dir: Path) -> bool:
+    """Lock the file; False where there are no locks."""
+    if _SET is None or _boot() is None:
+        return False
+    try:
+        fcntl.fcntl(file, _SET, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise _second(run_dir) from None
+        return False
+    return True
+
+
+def _boot() -> str | None:
+    """Names this machine since it was last started, containers on it included; None if it has no such name."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def _noted(run_dir: Path) -> dict[str, object]:
+    """The machine's boot and the process that its file names; nothing if the file is missing or damaged."""
+    try:
+        with (run_dir / PRESENCE).open("rb") as file:
+            found = json.loads(file.read(_MAX_BYTES).partition(b"\n")[0])
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

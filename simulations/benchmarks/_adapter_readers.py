@@ -14,8 +14,7 @@ from fedpriv.errors import StoreError
 from fedpriv.models.variants import folders
 from fedpriv.models.variants.blocks import Tensors, layout_of
 from fedpriv.models.variants.composition import History
-from fedpriv.models.variants.folders import Described
-from fedpriv.models.variants.kept import VariantFolders
+from fedpriv.models.variants.folders import Described, VariantFolders
 from fedpriv.models.variants.store import Store
 from simulations.benchmarks._dedup_process import digest
 

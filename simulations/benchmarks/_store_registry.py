@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
+from fedpriv.models.serving.sources import BoundedCache, CacheStatistics, NoRoomError
 from fedpriv.models.variants import Manifest
 from fedpriv.models.variants.blocks import BlockLayout, TensorSpec
-from fedpriv.models.variants.cache import BoundedCache, CacheStatistics, NoRoomError
 from fedpriv.models.variants.store import Store
 
 

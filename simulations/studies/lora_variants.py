@@ -26,7 +26,7 @@ from fedpriv.learning import adapters
 from fedpriv.learning.data.records import collate
 from fedpriv.learning.training.workbench import Workbench, workbench
 from fedpriv.models.dedup.validation import proof_records
-from fedpriv.models.variants.outcomes import utilities
+from fedpriv.models.variants.blocks import utilities
 from fedpriv.models.variants.store import Store
 from simulations.studies.dedup.check import TOLERANCE, Description, epsilon
 from simulations.studies.harness import parser, table

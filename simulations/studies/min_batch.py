@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.models.dedup.algorithms import ALGORITHMS, BlockSearchResult, Positions
+from fedpriv.models.dedup import ALGORITHMS, BlockSearchResult
 from simulations.studies.harness import parser, table
 
 NUM_RECORDS = 600
@@ -49,7 +49,7 @@ class Oracle:
     def num_blocks(self) -> int:
         return len(self.shifts)
 
-    def __call__(self, positions: Positions) -> bool:
+    def __call__(self, positions: frozenset[int]) -> bool:
         """Whether the model with these positions replaced passes."""
         rows = np.array(sorted(positions), dtype=int)
         return not self.fatal[rows].any() and self.drop(rows) <= self.max_drop

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.runs import _presence as presence
 from fedpriv.runs import files
-from fedpriv.runs._presence import is_alive, marked_alive, refuse_second
+from fedpriv.runs.files import is_alive, marked_alive, refuse_second
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLD = "import sys, time; from pathlib import Path; from fedpriv.runs._presence import marked_alive\n"
+HOLD = "import sys, time; from pathlib import Path; from fedpriv.runs.files import marked_alive\n"
 HOLD += "with marked_alive(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
 
 
@@ -57,15 +56,15 @@ def test_a_process_lives_until_it_is_killed_and_then_at_once_no_more(tmp_path: P
 def test_a_resumed_run_that_is_killed_while_it_writes_the_file_is_known_to_be_dead(
     tmp_path: Path, monkeypatch, call: str, moment: str
 ) -> None:
-    (tmp_path / files.PRESENCE).write_text(json.dumps({"boot": presence._boot(), "process": 10**9}) + "\n")
-    real = getattr(presence.os, call)
+    (tmp_path / files.PRESENCE).write_text(json.dumps({"boot": files._boot(), "process": 10**9}) + "\n")
+    real = getattr(files.os, call)
 
     def dies(*arguments) -> None:
         if moment == "after":
             real(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(presence.os, call, dies)
+    monkeypatch.setattr(files.os, call, dies)
     with pytest.raises(KeyboardInterrupt), marked_alive(tmp_path):
         pass
     assert is_alive(tmp_path) is False
@@ -79,7 +78,7 @@ def test_of_two_that_begin_at_the_same_moment_one_is_refused_and_the_other_lives
     with other_process(tmp_path):
         before = (tmp_path / files.PRESENCE).read_bytes()
         if written is None:
-            monkeypatch.setattr(presence, "refuse_second", lambda _: None)
+            monkeypatch.setattr(files, "refuse_second", lambda _: None)
         else:
             (tmp_path / files.PRESENCE).write_bytes(before := written)
         with pytest.raises(InputError, match="another process runs this run"), marked_alive(tmp_path):
@@ -118,7 +117,7 @@ def test_of_another_machine_or_from_a_damaged_file_nothing_is_known(tmp_path: Pa
     (tmp_path / files.PRESENCE).write_bytes(content)
     assert is_alive(tmp_path) is None
     with marked_alive(tmp_path):  # and it keeps nobody from going on
-        assert json.loads((tmp_path / files.PRESENCE).read_text())["boot"] == presence._boot()
+        assert json.loads((tmp_path / files.PRESENCE).read_text())["boot"] == files._boot()
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
@@ -135,6 +134,6 @@ def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
 
 
 def test_where_there_are_no_locks_a_run_runs_and_nothing_is_known(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(presence, "_SET", None)
+    monkeypatch.setattr(files, "_SET", None)
     with marked_alive(tmp_path):
         assert is_alive(tmp_path) is None

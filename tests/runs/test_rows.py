@@ -1,4 +1,4 @@
-"""What a run writes into its tables is what its readers find there, to the byte and column by column."""
+"""What a run writes into its tables and samples is what its readers find there; damage is refused by its line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
+from fedpriv.runs import _rows as rows
 from fedpriv.runs import _status as status
 from fedpriv.runs._folder import CLIENT_COLUMNS, COMPARISON_COLUMNS, ROUND_COLUMNS
-from fedpriv.runs._rows import ClientRow, RoundRow, column_types, read_rows
+from fedpriv.runs._rows import ClientRow, RoundRow, Sample, column_types, read_rows
 from fedpriv.runs._writer import RunWriter
 
 ROUND = RoundRow(
@@ -32,6 +33,7 @@ ROUND = RoundRow(
     bytes_down=0,
     seconds=0.5,
 )
+
 CLIENT = ClientRow(
     round=0,
     client=1,
@@ -52,17 +54,24 @@ CLIENT = ClientRow(
     bytes_down=2,
     seconds=1.25,
 )
+
 ROUNDS_CSV = (
     "round,num_selected,num_replies,num_silent,num_failures,num_late,num_retired,test_accuracy,test_loss,"
     "test_perplexity,epsilon_local_max,epsilon_rho_max,epsilon_aggregate_max,bytes_up,bytes_down,seconds,"
     "epsilon_this_run_max,epsilon_before_max\r\n"
     "0,2,1,0,1,0,0,0.30000000000000004,1e-17,1.5,inf,2.0,,1000000000000,0,0.5,,\r\n"
 )
+
 CLIENTS_CSV = (
     "round,client,num_records,status,detail,sampling_probability,noise_multiplier,effective_noise_multiplier,steps,"
     "weight,rho_bar,epsilon_local,epsilon_rho,epsilon_aggregate,delta,bytes_up,bytes_down,seconds\r\n"
     '0,1,300,malformed,"A: ""NaN"",\nhere",0.1,1.0,1.0,3,0.0,0.0,0.1,0.2,0.05,1e-05,1,2,1.25\r\n'
 )
+
+SAMPLES = [
+    Sample(prompt="What is\nflu?", reference="\u2028a disease", untrained='"', private="", non_private=None),
+    Sample(prompt="ä", reference="<b>", untrained="x\r\ny", private="\u202e", non_private="z"),
+]
 
 
 @pytest.fixture
@@ -111,3 +120,32 @@ def test_a_damaged_line_is_named(folder: Path, line: str) -> None:
         file.write(f"{line}\n")
     with pytest.raises(InputError, match=r"rounds\.csv: line 3 is damaged"):
         read_rows(folder / "rounds.csv", RoundRow)
+
+
+def test_samples_are_read_as_they_were_written(tmp_path):
+    RunWriter(tmp_path).write_answers(SAMPLES)
+    assert rows.read_answers(tmp_path / "samples.jsonl", rows.Sample) == tuple(SAMPLES)
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
+
+
+def test_a_run_without_answers_has_no_samples(tmp_path):
+    assert rows.read_answers(tmp_path / "samples.jsonl", rows.Sample) == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{", "line 2 is damaged"),
+        ('{"prompt": "a"}', "line 2 is damaged; it must hold prompt, reference"),
+        (
+            '{"prompt": "a", "reference": 3, "untrained": "", "private": "", "non_private": null}',
+            "line 2: reference = 3: must be text",
+        ),
+    ],
+)
+def test_a_damaged_line_of_samples_is_named(tmp_path, line, expected):
+    path = tmp_path / "samples.jsonl"
+    RunWriter(tmp_path).write_answers(SAMPLES[:1])
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(InputError, match=expected):
+        rows.read_answers(path, rows.Sample)

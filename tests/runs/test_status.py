@@ -1,4 +1,4 @@
-"""`fedpriv status` tells from a folder what its run is doing; the folders are written by the server's own writers."""
+"""`fedpriv status` tells from a folder what its run does or did; the server's own writers write the folders."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from fedpriv.cli import main as cli
 from fedpriv.errors import InputError
-from fedpriv.runs import _presence as presence
+from fedpriv.runs import files
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
-from tests.runs.written import NAMES, NOW, WriteRun, event, shown, status, write_checkpoint, wrote
+from tests.runs.written import NAMES, NOW, SIZES, WriteRun, event, shown, status, write_checkpoint, wrote
 
 
 @pytest.mark.parametrize(("seconds_ago", "state"), [(0, "running"), (60, "running"), (61, "interrupted")])
@@ -29,7 +30,7 @@ def test_a_run_that_was_silent_for_a_whole_round_is_interrupted(write_run: Write
 
 def test_a_run_whose_process_lives_is_running_however_long_it_is_silent(write_run: WriteRun) -> None:
     folder = write_run(seconds_ago=10_000)
-    with presence.marked_alive(folder):
+    with files.marked_alive(folder):
         assert (status(folder).state, status(folder).is_alive) == ("running", True)
         assert "2 h 46 min ago; its process lives" in shown(status(folder))
     found = status_of(RunFolder(folder, now=NOW - 10_000))  # however lately it wrote something
@@ -210,3 +211,68 @@ def test_reading_writes_nothing_and_loads_no_torch(write_run: WriteRun) -> None:
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
     assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    clients = [
+        {"client": c, "name": NAMES[c], "num_records": n, "epsilon_local": 0.05 * c, "delta": 1e-5, "retired": None}
+        for c, n in SIZES.items()
+    ]
+    values = {
+        "run_id": "5eed",
+        "epsilon_local_max": 0.1,
+        "epsilon_rho_max": 0.4,
+        "epsilon_aggregate_max": None,
+        "aggregate_objections": ["local_steps = 3: needs 1"],
+        "delta_max": 1e-5,
+        "accountant": "pld",
+        "seconds": 99.5,
+        "stopped_early": None,
+        "clients": clients,
+    }
+    return {**values, **changes}
+
+
+def test_a_finished_run_shows_its_final_figures(write_run: WriteRun) -> None:
+    folder = write_run(seconds_ago=10**6)
+    (folder / "summary.json").write_text(json.dumps(summary()))
+    found = status(folder)
+    assert (found.state, found.resume_command, found.accountant, found.seconds) == ("finished", None, "pld", 99.5)
+    assert (found.epsilon_local_max, found.epsilon_rho_max, found.delta_max) == (0.1, 0.4, 1e-5)
+    assert (found.epsilon_aggregate_max, found.aggregate_view_holds) == (None, False)
+    assert [client.epsilon_local for client in found.clients] == [0.0, 0.05, 0.1]
+
+
+def test_a_finished_run_shows_its_warnings_and_what_its_accuracy_is_compared_with(write_run: WriteRun) -> None:
+    folder = write_run()
+    quality = {"accuracy": 0.6, "accuracy_standard_error": 0.011, "majority_accuracy": 0.59, "warnings": ["too low"]}
+    (folder / "summary.json").write_text(json.dumps(summary(**quality)))
+    found = status(folder)
+    assert "60.0% ± 1.1%, largest class 59.0%" in shown(found)
+    assert "warning: too low" in shown(found)
+    assert found.as_dict()["warnings"] == ("too low",)
+
+
+def test_a_run_without_a_test_has_no_warnings(write_run: WriteRun) -> None:
+    folder = write_run()
+    assert not summary().keys() & {"warnings", "majority_accuracy"}
+    (folder / "summary.json").write_text(json.dumps(summary()))
+    found = status(folder)
+    assert (found.warnings, found.majority_accuracy, found.accuracy_standard_error) == ((), None, None)
+    assert "warning" not in shown(found)
+
+
+def test_an_infinity_in_a_summary_is_one_in_json_again(write_run: WriteRun) -> None:
+    folder = write_run()
+    (folder / "summary.json").write_text(json.dumps(summary(epsilon_local_max="inf", aggregate_objections=[])))
+    found = status(folder)
+    assert found.epsilon_local_max == found.epsilon_aggregate_max == math.inf
+    assert "local ∞" in shown(found)
+    result = CliRunner().invoke(cli.app, ["status", str(folder), "--json"])
+    assert json.loads(result.stdout)["epsilon_local_max"] == "inf"
+
+
+def test_an_early_end_is_told(write_run: WriteRun) -> None:
+    folder = write_run()
+    (folder / "summary.json").write_text(json.dumps(summary(stopped_early="round 4: 0 of 3 clients are left")))
+    assert "ended early  round 4: 0 of 3 clients are left" in shown(status(folder))

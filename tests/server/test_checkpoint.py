@@ -18,7 +18,6 @@ from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters._arithmetic import Product
 from fedpriv.learning.aggregation._fedavg import GlobalModel
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.runs import _presence as presence
 from fedpriv.runs import files
 from server import checkpoint
 from server.checkpoint import Checkpoint, read_last, write
@@ -236,7 +235,7 @@ def test_a_run_that_lives_on_another_machine_keeps_every_row(interrupted):
     values, folder = interrupted
     table, process = folder / files.ROUNDS, folder / files.PRESENCE
     last = table.read_text().splitlines()[-1]
-    with presence.marked_alive(folder), table.open("a") as file:
+    with files.marked_alive(folder), table.open("a") as file:
         process.write_text('{"boot": "another machine"}')
         print(last.replace("2", "3", 1), file=file, flush=True)  # of a round that has no checkpoint yet
         before = table.read_bytes(), process.read_bytes()

@@ -24,8 +24,8 @@ from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 from fedpriv.models.dedup.planning import cost_of
 from fedpriv.models.dedup.validation import proof_records
 from fedpriv.models.variants import folders, stored_in
-from fedpriv.models.variants.kept import remove
 from fedpriv.models.variants.store import Store
+from fedpriv.models.variants.stored import remove
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs._writer import RunWriter

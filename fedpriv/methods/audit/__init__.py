@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from fedpriv.methods.audit._membership import rmia_scores as rmia_scores
     from fedpriv.methods.audit.black_box import canary_scores as canary_scores
     from fedpriv.methods.audit.black_box import scores_of as scores_of
+    from fedpriv.methods.audit.f_dp import AuditPower as AuditPower
+    from fedpriv.methods.audit.f_dp import audit_power as audit_power
     from fedpriv.methods.audit.f_dp import gaussian_mu as gaussian_mu
     from fedpriv.methods.audit.f_dp import many_runs_schedule_epsilon as many_runs_schedule_epsilon
     from fedpriv.methods.audit.f_dp import schedule_epsilon as schedule_epsilon
-    from fedpriv.methods.audit.power import AuditPower as AuditPower
-    from fedpriv.methods.audit.power import audit_power as audit_power
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

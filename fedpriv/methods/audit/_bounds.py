@@ -32,7 +32,6 @@ class OneRunAudit:
         epsilon_lower: with probability `confidence`, the run is not (epsilon, delta)-DP for any smaller epsilon.
         delta: in [0, 1).
         confidence: in (0, 1).
-        num_canaries: m.
         num_guesses: that gave the bound.
         num_correct: how many of these were correct.
         num_tried: how many numbers of guesses shared the error probability; 1 if it was fixed beforehand.
@@ -179,9 +178,6 @@ def _one_run_p_value(
     Args:
         epsilon: >= 0; scalars, or arrays of one shape, for this, num_guesses and num_correct.
         delta: in [0, 1], of the shape of epsilon or for all.
-        num_canaries: m, whether guessed or not.
-        num_guesses: r <= m.
-        num_correct: v <= r.
 
     Source: Steinke, Nasr and Jagielski 2023, Corollary 5.4 and Appendix D.
     """
@@ -216,10 +212,9 @@ def one_run_epsilon(
     Each number of guesses is treated as the only one: a caller that tries several must divide the level.
 
     Args:
-        num_canaries: as for `one_run_p_value`.
-        num_guesses: as there.
-        num_correct: as there.
-        delta: as there.
+        num_canaries: m.
+        num_guesses, num_correct: r <= m and v <= r; scalars, or arrays of one shape.
+        delta: in [0, 1].
         confidence: in (0, 1).
         group_size: as for `one_run_audit`.
     """
@@ -275,11 +270,7 @@ def many_runs_epsilon(
 def largest_error_rates(
     num_false_positives: int, num_without: int, num_false_negatives: int, num_with: int, *, confidence: float
 ) -> tuple[float, float]:
-    """Upper bounds of both error rates that hold together with this confidence; the counts are `many_runs_epsilon`'s.
-
-    Raises:
-        InputError: a count is out of range.
-    """
+    """Upper bounds of both error rates that hold together with this confidence; see `many_runs_epsilon`."""
     for name, errors, runs in (
         ("num_false_positives", num_false_positives, num_without),
         ("num_false_negatives", num_false_negatives, num_with),
@@ -320,11 +311,7 @@ def checked_scores(scores: npt.ArrayLike, included: npt.ArrayLike) -> tuple[Arra
 
 
 def check_group_size(group_size: int) -> None:
-    """Refuse a group of no records.
-
-    Raises:
-        InputError: it is below 1.
-    """
+    """Refuse a group of no records, with an InputError."""
     if group_size < 1:
         raise InputError(f"group_size = {group_size}: must be >= 1")
 

@@ -49,8 +49,6 @@ class Membership:
         auc: probability that a member's score exceeds a non-member's, with ties counted as one half.
         auc_low, auc_high: DeLong interval of the AUC.
         confidence: of all intervals, in (0, 1).
-        num_members, num_others: numbers of members and non-members.
-        rates: at each requested false positive rate.
     """
 
     auc: float
@@ -185,10 +183,7 @@ def roc(scores: npt.ArrayLike, members: npt.ArrayLike) -> tuple[Array, Array]:
     order = np.argsort(-values, kind="stable")
     last = np.append(np.flatnonzero(np.diff(values[order])), len(values) - 1)  # equal scores pass together
     passed = np.cumsum(is_member[order])[last]
-    return (
-        np.append(0.0, (last + 1 - passed) / (~is_member).sum()),
-        np.append(0.0, passed / is_member.sum()),
-    )
+    return (np.append(0.0, (last + 1 - passed) / (~is_member).sum()), np.append(0.0, passed / is_member.sum()))
 
 
 def _at_rate(rate: float, members: Array, others: Array, confidence: float) -> _AtFalsePositiveRate:
@@ -234,13 +229,7 @@ def _finite(name: str, values: npt.ArrayLike) -> Array:
 
 
 def plot_roc(attacks: Mapping[str, npt.ArrayLike], members: npt.ArrayLike, path: Path) -> None:
-    """Write the ROC curves of all attacks, on logarithmic axes to show low false positive rates.
-
-    Args:
-        attacks: {name: scores [records]}.
-        members: bool [records].
-        path: of the PNG or SVG file.
-    """
+    """Write the ROC curves of all attacks, on logarithmic axes to show low false positive rates."""
     from matplotlib.figure import Figure  # deferred: bounds and scores draw nothing
 
     figure = Figure(figsize=(5, 5), layout="constrained")

@@ -77,7 +77,6 @@ class _Canaries:
     """All clients' canaries, with the outcomes that their margins compare.
 
     Attributes:
-        items: the records.
         outcomes: ids of all classes, or of all canaries' last tokens.
         own: [canaries] column of each canary's own outcome.
     """
@@ -175,10 +174,6 @@ def scores_of(model: TrainingModel, initial: Adapter, final: Adapter, clients: S
 def registration(config: RunConfig, bench: Workbench) -> dict[str, Any]:
     """An audit's choices, for a file that is written before the first round: nothing may be chosen afterwards.
 
-    Args:
-        config: with an audit.
-        bench: with all clients' records.
-
     Raises:
         InputError: the coins put all canaries in, or none.
     """
@@ -201,7 +196,6 @@ def run_scores(config: RunConfig, bench: Workbench, final: Adapter) -> tuple[Arr
     """[canaries of all clients] the scores of a run's canaries, and which of them were included.
 
     Args:
-        config: of the run, with an audit.
         bench: with all clients' records; the adapter of its model is changed.
         final: the global adapter after the last round.
     """
@@ -224,10 +218,7 @@ def audit_of(
     """The audit of a run's claim by its canaries, for the summary.
 
     Args:
-        config: of the run, with an audit.
-        scores: of its canaries.
         included: bool [canaries].
-        registered: the run's `registration`.
         events: that cover every client's in this run, on the view of those who see the global models alone; none if
             there are no such, and then no bound is by f-DP.
         claim: their epsilon, which is infinite without noise, at the largest delta of the clients.

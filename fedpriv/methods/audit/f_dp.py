@@ -20,19 +20,32 @@ required one. Then the same is true of the next state: the required mass falls b
 so dP' >= (m dr - (i - 1) dP) / (g - i + 1) >= 0, and m dr' - (i - 1) dP' = m dr - (i - 1) dP >= 0.
 
 Source: Mahloujifar, Melis and Chaudhuri 2024 (arXiv 2410.22235), for two outcomes and abstentions.
+
+`audit_power` tells beforehand how much an audit could find: its bounds if every guess were right, and those of an ideal
+attacker on the claim, who sees, for each canary alone, the sum of what its record added to all releases and of their
+noise. Attackers who see a model find less: canaries disturb each other, and a model does not show its weights' inner
+products with them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InputError
-from fedpriv.methods.audit._bounds import check_group_size, largest_error_rates
+from fedpriv.methods.audit._bounds import (
+    check_group_size,
+    fixed_num_guesses,
+    largest_error_rates,
+    num_correct,
+    one_run_epsilon,
+)
 from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.law import Array, Event
 from fedpriv.privacy.accounting.risk import trade_off_of
 from fedpriv.privacy.accounting.trade_off import TradeOff, gaussian, gaussian_epsilon, of_group
@@ -40,8 +53,12 @@ from fedpriv.privacy.accounting.trade_off import TradeOff, gaussian, gaussian_ep
 _GRID = 17
 _PASSES = 5
 _LARGEST_MU = 16.0
+
 # The noise of a schedule is varied by these factors, so often.
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 1 / 16, 64.0, 10
+
+# Attackers, of whom the median counts.
+_ATTACKERS = 101
 
 
 def rejected(
@@ -72,11 +89,6 @@ def _largest_rejected(
 
     Args:
         claims: maps parameters, [n] >= 0, to trade-off functions, one for each; a larger parameter claims less privacy.
-        largest: upper end of the search.
-        num_canaries: m.
-        num_guesses: g <= m, fixed.
-        num_correct: c <= g.
-        confidence: in (0, 1).
     """
     low, high = 0.0, largest
     for _ in range(_PASSES):
@@ -121,7 +133,6 @@ def schedule_epsilon(
     against Gaussian DP.
 
     Args:
-        events: of the record's holder, as they are charged.
         delta: in (0, 1), for epsilon.
         num_canaries: m.
         num_guesses: g <= m, fixed beforehand.
@@ -209,3 +220,88 @@ def _epsilon_of_weakest_rejected(
     if low == _LEAST_NOISE and refutes(trade_off_of(claimed(low))):
         return math.inf
     return epsilon_of(claimed(high), delta).epsilon
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditPower:
+    """The lower bounds of epsilon that an audit may expect, as `one_run_audit` and as `schedule_epsilon` give them.
+
+    Attributes:
+        num_guesses: fixed beforehand.
+        num_correct: of an ideal attacker, in the median.
+        largest, largest_f_dp: if every guess is right, as they may be without noise.
+        ideal, ideal_f_dp: of the median ideal attacker, if the claim is exactly true.
+    """
+
+    num_canaries: int
+    num_guesses: int
+    num_correct: int
+    largest: float
+    largest_f_dp: float
+    ideal: float
+    ideal_f_dp: float
+
+
+def audit_power(
+    events: Iterable[SubsampledGaussian],
+    delta: float,
+    num_canaries: int,
+    *,
+    confidence: float = 0.95,
+    group_size: int = 1,
+) -> AuditPower:
+    """The power of an audit of these releases.
+
+    Args:
+        events: of a canary's holder, as they will be charged; all noised.
+        delta: in (0, 1).
+        num_canaries: of all clients, >= 2.
+        confidence: in (0, 1).
+        group_size: records that a canary consists of.
+
+    Raises:
+        InputError: there are fewer than two canaries, or an event is not Gaussian noise.
+    """
+    if num_canaries < 2:
+        raise InputError(f"num_canaries = {num_canaries}: must be >= 2")
+    released = tuple(events)
+    if bad := [event for event in released if not isinstance(event, SubsampledGaussian) or not event.is_noised]:
+        raise InputError(f"event {bad[0]}: an audit's power is known for Gaussian noise alone")
+    num_guesses = fixed_num_guesses(num_canaries)
+    typical = int(np.median(_correct(released, num_canaries, num_guesses, group_size)))
+
+    def bounds(correct: int) -> tuple[float, float]:
+        counts = {
+            "num_canaries": num_canaries,
+            "num_guesses": num_guesses,
+            "num_correct": correct,
+            "group_size": group_size,
+        }
+        by_one_run = one_run_epsilon(**counts, delta=delta, confidence=confidence)
+        return float(by_one_run), schedule_epsilon(released, delta, **counts, confidence=confidence)
+
+    (largest, largest_f_dp), (ideal, ideal_f_dp) = bounds(num_guesses), bounds(typical)
+    return AuditPower(
+        num_canaries=num_canaries,
+        num_guesses=num_guesses,
+        num_correct=typical,
+        largest=largest,
+        largest_f_dp=largest_f_dp,
+        ideal=ideal,
+        ideal_f_dp=ideal_f_dp,
+    )
+
+
+def _correct(events: tuple[SubsampledGaussian, ...], num: int, num_guesses: int, group_size: int) -> list[int]:
+    """[attackers] right guesses of ideal attackers."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(_ATTACKERS):
+        included = rng.random(num) < 0.5
+        scores = np.zeros(num)
+        for event in events:
+            noise = event.effective_noise_multiplier
+            drawn = rng.binomial(event.count * group_size, event.sampling_probability, num) * included
+            # Releases with little noise tell more than others, and count more.
+            scores += (drawn + noise * np.sqrt(event.count) * rng.standard_normal(num)) / noise**2
+        found.append(int(num_correct(scores, included, np.array([num_guesses]))[0]))
+    return found

@@ -25,15 +25,23 @@ from scipy import stats
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
-from fedpriv.methods.integral._networks import aligned, metrics
-from fedpriv.methods.integral._selection import Linkage, Measure, Vectors, distances, select
-from fedpriv.methods.integral._subsamples import Indices, disjoint_subsamples
-from fedpriv.methods.integral._training import (
+from fedpriv.methods.integral._networks import (
     PrivateSchedule,
     TrainingSchedule,
+    aligned,
+    metrics,
     train_clipped_stacked,
     train_privately,
     train_stacked,
+)
+from fedpriv.methods.integral._selection import (
+    Indices,
+    Linkage,
+    Measure,
+    Vectors,
+    disjoint_subsamples,
+    distances,
+    select,
 )
 from fedpriv.methods.integral.procedure import Data
 from fedpriv.privacy.accounting.calibration import noise_multiplier_for
@@ -44,6 +52,9 @@ Comparison = Literal["largest", "norm", "projection"]
 
 CHANCE = 0.5
 """Success rate of guessing membership at random when half of the candidates are members."""
+
+Train = Callable[[Indices], Tensor]
+"""Trains models, [networks, values], on training sets, int64 [networks, size]; used by owners and intruder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +89,6 @@ def _draw_generators(
     Args:
         labels: int64 [candidates], classes of the pool, whose records are numbered from 0.
         background: S*, the candidates that are known to have been used.
-        class_counts: int64 [classes] of the training set.
-        num: >= 1.
-        generator: of the draws.
-
-    Raises:
-        InputError: the pool has too few records of a class for a training set, or the background too many.
     """
     drawn = [np.tile(background, (num, 1))]
     for label, count in enumerate(class_counts):
@@ -99,13 +104,8 @@ def _rank_generators(vectors: Vectors, target: Vectors, comparison: Comparison =
     """Rows of the models, the one closest to the target first.
 
     Args:
-        vectors: [models, values], aligned to the target if neurons may be permuted.
-        target: [values].
         comparison: `largest` or `norm`, as in selection, or `projection`: how far a model lies from the models' mean
             in the direction of the target, which works better than a distance if the target is a mean of many models.
-
-    Raises:
-        InputError: the comparison is unknown.
     """
     if comparison not in get_args(Comparison):
         raise InputError(f"comparison = {comparison!r}: must be one of {', '.join(get_args(Comparison))}")
@@ -125,12 +125,7 @@ def _membership_scores(
 
     Args:
         generators: [models, size], as drawn.
-        order: from `rank_generators`.
-        num_candidates: in the pool.
         num_best: how many of the best generators count, 1 <= num_best <= models.
-
-    Raises:
-        InputError: num_best is out of range.
 
     Source: Varshney and Torra 2023, section 2.2, "dominant records from the intersection".
     """
@@ -146,25 +141,14 @@ def _infer_members(
     """The candidates classified as members: those with the highest scores, with ties broken at random.
 
     Args:
-        scores: [candidates].
         unknown: the candidates to choose from, without the background.
-        num_members: how many of them are members, which the intruder knows.
-        generator: breaks ties.
     """
     order = np.lexsort((generator.random(len(unknown)), -scores[unknown]))
     return np.sort(unknown[order[:num_members]])
 
 
 def _success(shares: Sequence[float], confidence: float = 0.95) -> _Success:
-    """The mean of the trials' shares of correct answers, with its confidence interval.
-
-    Args:
-        shares: one for each trial, in [0, 1]; at least two.
-        confidence: in (0, 1).
-
-    Raises:
-        InputError: there are fewer than two trials, or the confidence is out of range.
-    """
+    """The mean of the trials' shares of correct answers, with its confidence interval."""
     if len(shares) < 2:
         raise InputError(f"trials = {len(shares)}: a confidence interval needs at least 2")
     if not 0 < confidence < 1:
@@ -179,10 +163,6 @@ class _NoRecommendationError(InputError):
     """No two models are close enough, so there is no mean to attack."""
 
 
-Train = Callable[[Indices], Tensor]
-"""Trains models, [networks, values], on training sets, int64 [networks, size]; used by owners and intruder."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _AttackTarget:
     """A published model.
@@ -190,7 +170,6 @@ class _AttackTarget:
     Attributes:
         vector: its weights, [values], or what the intruder computes from them.
         owner: of the subsample under attack, which was used.
-        num_generators: how many subsamples were used.
     """
 
     vector: Tensor
@@ -213,7 +192,6 @@ class Game:
         num_subsamples: drawn by the intruder, >= 1.
         num_best: generators whose common records are classified as members.
         num_trials: >= 2.
-        comparison: how models are compared.
     """
 
     size: int = 10
@@ -241,14 +219,8 @@ def _play(network: nn.Module, labels: Indices, game: Game, train: Train, publish
     Args:
         network: the architecture, of a kind that `aligned` supports, since models are aligned to the target.
         labels: int64 [records], classes of all records from which subsamples are dealt.
-        game: see `Game`.
-        train: the intruder's training algorithm, which is also passed to `publish`.
-        publish: makes the target.
         seed: of everything but the noise of private targets. One seed deals the same subsamples for each kind of
             target.
-
-    Raises:
-        InputError: there are too few records for the owners and for two further subsamples, the non-members.
     """
     shares = []
     for trial in range(game.num_trials):
@@ -317,7 +289,6 @@ def recommended_mean(epsilon: float, clustering: Linkage = "first-member", *, ot
 
     Args:
         epsilon: units of the weights.
-        clustering: as for `select`.
         others_known: the intruder knows all other generators of the cluster. They train on these, subtract the models
             from the mean, and obtain the model of the generator under attack.
     """
@@ -367,12 +338,8 @@ class AttackPlan:
 
     Attributes:
         epsilon: of the integrally private mean, units of weights.
-        clustering: of its models.
-        schedule: of the mean's models, and of a plain model for comparison.
-        overfit_epochs: of the overfitted models.
         dp_epsilons: of the DP-SGD models, under add-or-remove adjacency, at delta 1 / (10 N), at most 1e-5.
         dp_steps: noisy steps on all records.
-        dp_learning_rate: of these steps.
     """
 
     epsilon: float
@@ -389,10 +356,7 @@ class _AttackRow:
     """The result of the attack on one kind of target.
 
     Attributes:
-        name: of the kind of target.
         success, low, high: as in `_Success`; None if there was no target.
-        beats_chance: whether the interval lies above one half.
-        test_accuracy: of the targets, mean over trials.
         num_generators: subsamples used for a target, mean over trials.
         note: why there was no target; otherwise empty.
     """
@@ -413,8 +377,6 @@ def attack_table(network: nn.Module, data: Data, game: Game, plan: AttackPlan, *
     Args:
         network: with the initial weights, which the intruder knows.
         data: subsamples are dealt from its training part; the test part is only used to measure the targets.
-        game: parameters of the attack.
-        plan: which targets are attacked.
         seed: of everything, including the noise; only for data that may be treated as public.
     """
     features, labels = data.train_features, data.train_labels

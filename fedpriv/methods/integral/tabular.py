@@ -40,7 +40,6 @@ class PreparedTable(Data):
     """Features, float32, and labels of a table, split into two parts.
 
     Attributes:
-        feature_names: as given by the preprocessing.
         left_out: {column: why it is not a feature}.
         num_unlabelled: records without a label, which were left out.
     """
@@ -69,10 +68,7 @@ def prepare(
 
     Args:
         frame: one row per record, of strings or numbers.
-        target: the column with the class.
         test_fraction: in (0, 1).
-        seed: of the split.
-        drop: columns that must not become features.
         keep: columns that become features although they look like ids.
         scaling: of numeric columns: `standard`, to mean 0 and variance 1, or `min-max`, to [0, 1].
 
@@ -207,6 +203,5 @@ def _preprocessing(numeric: Sequence[str], categorical: Sequence[str], scaling: 
     # An unseen category is encoded as all zeros or, if the column has rare categories, as a rare one.
     names = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_MAX_CATEGORIES, sparse_output=False)
     return ColumnTransformer(
-        [("number", numbers, list(numeric)), ("category", names, list(categorical))],
-        verbose_feature_names_out=False,
+        [("number", numbers, list(numeric)), ("category", names, list(categorical))], verbose_feature_names_out=False
     )

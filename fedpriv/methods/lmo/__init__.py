@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.methods.lmo._budget import Budget as Budget
-    from fedpriv.methods.lmo._budget import cost as cost
-    from fedpriv.methods.lmo._budget import fitted as fitted
-    from fedpriv.methods.lmo._budget import laplace as laplace
     from fedpriv.methods.lmo.comparison import compare as compare
+    from fedpriv.methods.lmo.search import Budget as Budget
     from fedpriv.methods.lmo.search import FoundNoise as FoundNoise
     from fedpriv.methods.lmo.search import SearchSpace as SearchSpace
+    from fedpriv.methods.lmo.search import cost as cost
+    from fedpriv.methods.lmo.search import fitted as fitted
+    from fedpriv.methods.lmo.search import laplace as laplace
     from fedpriv.privacy.accounting.lmo_parameters import ExponentialPart as ExponentialPart
     from fedpriv.privacy.accounting.lmo_parameters import GammaPart as GammaPart
     from fedpriv.privacy.accounting.lmo_parameters import LmoParameters as LmoParameters

@@ -1,4 +1,7 @@
-"""LMO noise compared with Gaussian and Laplace noise of the same cost, and plots of it (Figures 6, 7 and 10 to 15)."""
+"""LMO noise compared with Gaussian and Laplace noise of the same cost, and plots of it (Figures 6, 7 and 10 to 15).
+
+The paper's Algorithm 2 asks how closely LMO noise approximates arbitrary noise on a grid.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
+from scipy.spatial.distance import cdist
 
-from fedpriv.methods.lmo._budget import Budget, cost, fitted, laplace
-from fedpriv.methods.lmo.search import PARTS, Objective, PartName, SearchSpace, search
+from fedpriv.errors import InputError
+from fedpriv.methods.lmo.search import (
+    PARTS,
+    Budget,
+    Objective,
+    PartName,
+    SearchSpace,
+    cost,
+    fitted,
+    laplace,
+    search,
+    sobol_candidates,
+)
 from fedpriv.privacy.accounting.calibration import noise_multiplier_for
+from fedpriv.privacy.accounting.law import Array
 from fedpriv.privacy.accounting.lmo_distribution import Columns
 from fedpriv.privacy.accounting.lmo_parameters import Combination, LmoParameters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 EPSILONS = (0.3, 0.7, 2.0, 3.0)
 
@@ -27,6 +44,11 @@ EPSILONS = (0.3, 0.7, 2.0, 3.0)
 _PAPER_REDUCTION = {0.3: 0.9513, 0.7: 0.9219, 2.0: 0.8771, 3.0: 0.8731}
 
 Record = dict[str, Any]
+
+# Laplace noise is drawn wide and pale, so that it stays visible under LMO noise where the two coincide.
+_STYLES: dict[str, Any] = {"gaussian": {}, "laplace": {"linewidth": 6, "alpha": 0.35}, "lmo": {}}
+
+_SHARES = np.linspace(0.002, 0.998, 400)
 
 
 def compare(
@@ -50,10 +72,8 @@ def compare(
         budget: delta, steps, sampling and sensitivity; its epsilon and dimension are not used.
         epsilons: costs at which noises are compared, > 0.
         dimensions: of the noised vectors; 1 is a scalar, as in the paper.
-        combination: of the parts of u.
         objective: of the search; the tolerance of `usefulness` is the sensitivity.
         ablations: search every choice of one, two and three parts instead of only all three.
-        seed: of the search.
     """
     choices = _part_choices() if ablations else [PARTS]
     records: list[Record] = []
@@ -84,7 +104,6 @@ def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Reco
 
     Args:
         records: of `compare`, for a single release of a scalar, at all epsilons.
-        sensitivity: for which they were computed.
     """
     rows = []
     for epsilon in dict.fromkeys(record["epsilon"] for record in records):
@@ -153,18 +172,11 @@ def _gaussian_sizes(stddev: float) -> Record:
     }
 
 
-# Laplace noise is drawn wide and pale, so that it stays visible under LMO noise where the two coincide.
-_STYLES: dict[str, Any] = {"gaussian": {}, "laplace": {"linewidth": 6, "alpha": 0.35}, "lmo": {}}
-
-_SHARES = np.linspace(0.002, 0.998, 400)
-
-
 def write_plots(records: Sequence[Record], folder: Path) -> list[Path]:
     """Write the plots and return their files: noise sizes (Figure 6), variance and entropy (7), and any ablations.
 
     Args:
         records: from `comparison.compare`; with ablations they also give Figures 10 to 15.
-        folder: created if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"lmo-amplitude.png": _amplitudes(records), "lmo-variance-entropy.png": _against_epsilon(records)}
@@ -244,3 +256,72 @@ def _size_quantiles(record: Record) -> np.ndarray[Any, np.dtype[np.float64]]:
     if record["noise"] == "gaussian":
         return np.asarray(record["noise_multiplier"] * stats.norm.ppf((1 + _SHARES) / 2))
     return Columns.of(LmoParameters.from_dict(record["parameters"])).quantile((1 + _SHARES) / 2)
+
+
+def coverage(
+    space: SearchSpace,
+    *,
+    quantisations: Sequence[float] = (0.1, 0.01, 0.001),
+    domain_sizes: Sequence[int] = (11, 51, 101),
+    num_samples: int = 256,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """For every quantisation and domain size, the distance of simulated noise from the nearest LMO noise.
+
+    A simulated noise is the histogram of 1 / quantisation random draws over equal cells. LMO noise with random
+    parameters is discretised to the same cells, which cover [-1, 1] clip norms; its mass outside is dropped and the
+    rest normalised. `kl` (divergence of the simulated noise from LMO noise, nats), `l2` and `emd` (earth mover's
+    distance, in shares of the domain) are means over simulated noises of the distance to the nearest LMO noise;
+    `..._worst` are the largest.
+
+    Args:
+        quantisations: in (0, 1].
+        domain_sizes: numbers of cells, >= 2.
+        num_samples: noises of each kind, >= 1.
+
+    Raises:
+        InputError: an argument is out of range.
+
+    Source: Yang et al., Algorithm 2 and Figure 5. It averages over pairs; the claim there is about the nearest, and
+    its step C.1.2, which fits parameters to each simulated noise, is the choice of the nearest here.
+    """
+    for quantisation in quantisations:
+        if not 0 < quantisation <= 1:
+            raise InputError(f"quantisation = {quantisation}: must lie in (0, 1]")
+    for size in domain_sizes:
+        if size < 2:
+            raise InputError(f"domain_size = {size}: must be >= 2")
+    if num_samples < 1:
+        raise InputError(f"num_samples = {num_samples}: must be >= 1")
+    generator = np.random.default_rng(seed)
+    noises = sobol_candidates(space, num_samples, seed=seed)
+    records = []
+    for quantisation in quantisations:
+        throws = round(1 / quantisation)
+        for size in domain_sizes:
+            simulated = generator.multinomial(throws, np.full(size, 1 / size), size=num_samples) / throws
+            records.append(
+                {"quantisation": quantisation, "domain_size": size, "num_samples": num_samples}
+                | _nearest_distances(simulated, _cell_probabilities(noises, size))
+            )
+    return records
+
+
+def _cell_probabilities(candidates: Columns, num_cells: int) -> Array:
+    """[n, cells] Probability of equal cells of [-1, 1] under each noise, normalised to sum to one."""
+    edges = np.linspace(-1, 1, num_cells + 1)
+    tails = np.exp(candidates.with_axes(1).log_mgf(-np.abs(edges))) / 2
+    shares = np.diff(np.where(edges < 0, tails, 1 - tails))
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))
+
+
+def _nearest_distances(simulated: Array, noises: Array) -> dict[str, float]:
+    """Mean and largest distance of rows [m, cells] to the nearest of rows [n, cells]; each row is a distribution."""
+    floor = np.maximum(noises, np.finfo(float).tiny)
+    kl = special.xlogy(simulated, simulated).sum(axis=1)[:, None] - simulated @ np.log(floor).T
+    emd = cdist(simulated.cumsum(axis=1), noises.cumsum(axis=1), "cityblock") / simulated.shape[1]
+    summary: dict[str, float] = {}
+    for name, distances in (("kl", kl), ("l2", cdist(simulated, noises)), ("emd", emd)):
+        nearest = distances.min(axis=1)
+        summary |= {name: float(nearest.mean()), f"{name}_worst": float(nearest.max())}
+    return summary

@@ -1,45 +1,179 @@
-"""The search for LMO noise: the least noise within given ranges that a budget allows (Algorithm 3).
+"""The search for LMO noise: a budget, the scale of noise that meets it, and the least noise within given ranges.
 
-The paper's Algorithm 2 asks how closely the noises of such a space approximate arbitrary noise on a grid.
+The search is the paper's Algorithm 3.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
-from scipy.spatial.distance import cdist
+from scipy import optimize
 from scipy.stats import qmc
 
 from fedpriv.errors import InputError
-from fedpriv.methods.lmo._budget import Budget, cost, costs, fitted, search_orders
+from fedpriv.privacy.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledLmo
 from fedpriv.privacy.accounting.law import Array
 from fedpriv.privacy.accounting.lmo_distribution import Columns
 from fedpriv.privacy.accounting.lmo_parameters import (
     Combination,
     ExponentialPart,
     GammaPart,
+    LmoAccounting,
     LmoParameters,
     UniformPart,
 )
+from fedpriv.privacy.accounting.lmo_renyi import sampled_curve
+
+# Relative tolerance of the scale.
+_SCALE_TOLERANCE = 1e-7
+
+# The scale is searched for within this factor of the given parameters.
+_MAX_FACTOR = 1e6
 
 # `usefulness`: how often the noise is at most `tolerance` in size (Mohammady et al. 2020), here as 1 - usefulness.
 Objective = Literal["variance", "mean-absolute", "usefulness"]
+
 PartName = Literal["gamma", "exponential", "uniform"]
 PARTS: tuple[PartName, ...] = get_args(PartName)
-
 _Range = tuple[float, float]
 
 # Points of the coarse Sobol sequence; population and generations of the optimiser. The sound curve takes about 20 times
 # as long to compute as the published one.
 _COARSE = {"published": 2048, "sound": 256}
+
 _POPULATION, _GENERATIONS = 32, {"published": 60, "sound": 20}
 _POINTS, _BISECTIONS = 48, 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The budget for all releases of a run together, and the kind of these releases.
+
+    Attributes:
+        epsilon: finite and > 0.
+        delta: in (0, 1).
+        steps: number of releases, >= 1; 1 gives the paper's budget for each step.
+        sampling_probability: q in (0, 1].
+        sensitivity: L2, in units of the clip norm, > 0.
+        dimension: number of coordinates, >= 1.
+        accounting: `sound`, or `published`, which is valid for a scalar query only.
+    """
+
+    epsilon: float
+    delta: float
+    steps: int = 1
+    sampling_probability: float = 1.0
+    sensitivity: float = 1.0
+    dimension: int = 1
+    accounting: LmoAccounting = "sound"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < math.inf:
+            raise InputError(f"epsilon = {self.epsilon}: must be finite and > 0")
+        check_delta(self.delta)
+        if not 0 < self.sampling_probability <= 1:
+            raise InputError(f"sampling_probability = {self.sampling_probability}: must lie in (0, 1]")
+        if not 0 < self.sensitivity < math.inf:
+            raise InputError(f"sensitivity = {self.sensitivity}: must be finite and > 0")
+        if self.steps < 1 or self.dimension < 1:
+            raise InputError(f"steps = {self.steps}, dimension = {self.dimension}: must be whole numbers >= 1")
+        if self.accounting not in get_args(LmoAccounting):
+            known = ", ".join(get_args(LmoAccounting))
+            raise InputError(f"accounting = {self.accounting!r}: must be one of {known}")
+
+    @property
+    def valid_dimension(self) -> int:
+        """The largest dimension for which the cost is an upper bound."""
+        return self.dimension if self.accounting == "sound" else 1
+
+    def event(self, parameters: LmoParameters) -> SubsampledLmo:
+        """The event of all releases, with noise of these parameters."""
+        return SubsampledLmo(
+            parameters=parameters,
+            sensitivity=self.sensitivity,
+            dimension=self.dimension,
+            sampling_probability=self.sampling_probability,
+            accounting=self.accounting,
+            count=self.steps,
+        )
+
+
+def cost(parameters: LmoParameters, budget: Budget) -> float:
+    """Epsilon of all releases by the budget's accounting; with `published` it is the paper's figure."""
+    return epsilon_of([budget.event(parameters)], budget.delta, "rdp", allow_unproven=True).epsilon
+
+
+def costs(candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64], points: int) -> Array:
+    """[...] Epsilon of many candidates; below `cost` at most by what its shortcuts for tiny epsilons account for.
+
+    Args:
+        candidates: parameters, arrays of shape [...].
+        orders: integers >= 2; fewer are faster and give a larger epsilon.
+        points: of the sound curve's grid; fewer are faster and give a larger epsilon.
+    """
+    curve = budget.steps * sampled_curve(
+        candidates,
+        orders,
+        accounting=budget.accounting,
+        dimension=budget.dimension,
+        sensitivity=budget.sensitivity,
+        sampling_probability=budget.sampling_probability,
+        points=points,
+    )
+    # dp_accounting.rdp.compute_epsilon: Canonne, Kamath and Steinke 2020, Proposition 12.
+    conversion = np.log1p(-1 / orders) - np.log(budget.delta * orders) / (orders - 1)
+    return np.asarray(np.maximum(curve + conversion, 0.0).min(axis=-1))
+
+
+def fitted(parameters: LmoParameters, budget: Budget, *, largest_factor: float = _MAX_FACTOR) -> LmoParameters:
+    """The parameters with u scaled by the largest factor within the budget, which gives the least such noise.
+
+    Raises:
+        InputError: no noise of this kind within a factor of 1e6 meets the budget.
+    """
+
+    log_limit = math.log(_MAX_FACTOR)
+    log_largest = min(math.log(largest_factor), log_limit)
+
+    def excess(log_factor: float) -> float:
+        # Outside the domain the cost is infinite, which a root-finder cannot handle.
+        return min(cost(parameters.scaled(math.exp(log_factor)), budget), 10 * budget.epsilon) - budget.epsilon
+
+    high = min(0.0, log_largest)
+    while excess(high) <= 0:
+        if high == log_largest:
+            return parameters.scaled(math.exp(log_largest))
+        high = min(high + 1.0, log_largest)
+    low = high - 1.0
+    while excess(low) > 0:
+        if low < -log_limit:
+            raise InputError(
+                f"epsilon = {budget.epsilon:g} at delta = {budget.delta:g}: no scale of this noise meets it"
+            )
+        low -= 1.0
+    root = float(optimize.brentq(excess, low, min(high, low + 1.0), xtol=_SCALE_TOLERANCE))
+    while excess(root) > 0:
+        root -= _SCALE_TOLERANCE
+    return parameters.scaled(math.exp(root))
+
+
+def laplace(budget: Budget) -> LmoParameters:
+    """Plain Laplace noise (constant u) of the smallest scale within the budget."""
+    return fitted(LmoParameters(combination="mixture", uniform=UniformPart(weight=1, low=1, high=1)), budget)
+
+
+def search_orders(budget: Budget) -> npt.NDArray[np.int64]:
+    """A subset of the integer orders of `cost` that suffices to rank candidates."""
+    sparse = np.array([*range(2, 17), *range(18, 33, 2), 36, 40, 48, 56, 63, 128, 256, 512, 1024])
+    chosen = sparse[np.isin(sparse, INTEGER_ORDERS)]
+    # The bound for sampling needs every order below the largest.
+    return chosen if budget.sampling_probability == 1 else chosen[chosen <= 63]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +182,7 @@ class SearchSpace:
 
     Attributes:
         combination: `mixture` or `linear`.
-        parts: which distributions are used.
         weight: of each part, if there is more than one; the weights of a mixture sum to one.
-        shape, scale, rate, low, high: as in `LmoParameters`.
 
     Raises:
         InputError: a range is empty or not positive, or no weights within their range sum to one.
@@ -96,11 +228,9 @@ class FoundNoise:
     """The noise that a search found.
 
     Attributes:
-        parameters: of the noise.
         value: of the objective; for `usefulness` the share of noise beyond the tolerance.
         epsilon: its cost, at the budget's delta and by its accounting.
         valid_dimension: the largest dimension for which that is an upper bound.
-        num_candidates: number of shapes tried.
     """
 
     parameters: LmoParameters
@@ -120,11 +250,8 @@ def search(
     results.
 
     Args:
-        space: parts and ranges.
-        budget: of one step or of a whole run.
         objective: to be minimised: variance, mean absolute value, or how often the noise exceeds `tolerance`.
         tolerance: in units of the clip norm, > 0, for `usefulness`.
-        seed: of both stages.
 
     Raises:
         InputError: no noise of the space meets the budget, the objective is infinite for all noises that do, or an
@@ -176,11 +303,6 @@ def search(
     )
 
 
-def _sobol_candidates(space: SearchSpace, num: int, *, seed: int) -> Columns:
-    """`num` candidates spread evenly over the space by a Sobol sequence with this seed."""
-    return _decoded(space, _sobol(space, num, seed))
-
-
 def _measure(candidates: Columns, objective: Objective, tolerance: float) -> Array:
     """[...] The objective of the candidates, smaller is better; see `search`."""
     if objective == "variance":
@@ -229,6 +351,11 @@ def _factors(space: SearchSpace, candidates: Columns) -> tuple[Array, Array]:
     smallest = np.max([low / value for value, (low, _) in bounds], axis=0)
     largest = np.min([high / value for value, (_, high) in bounds], axis=0)
     return np.minimum(smallest, 1.0), np.maximum(largest, 1.0)
+
+
+def sobol_candidates(space: SearchSpace, num: int, *, seed: int) -> Columns:
+    """`num` candidates spread evenly over the space by a Sobol sequence with this seed."""
+    return _decoded(space, _sobol(space, num, seed))
 
 
 def _sobol(space: SearchSpace, num: int, seed: int) -> Array:
@@ -299,74 +426,3 @@ def _parameters(space: SearchSpace, candidates: Columns) -> LmoParameters:
         exponential=ExponentialPart(weight=weights["exponential"], rate=rate) if has["exponential"] else None,
         uniform=UniformPart(weight=weights["uniform"], low=low, high=high) if has["uniform"] else None,
     )
-
-
-def coverage(
-    space: SearchSpace,
-    *,
-    quantisations: Sequence[float] = (0.1, 0.01, 0.001),
-    domain_sizes: Sequence[int] = (11, 51, 101),
-    num_samples: int = 256,
-    seed: int = 0,
-) -> list[dict[str, Any]]:
-    """For every quantisation and domain size, the distance of simulated noise from the nearest LMO noise.
-
-    A simulated noise is the histogram of 1 / quantisation random draws over equal cells. LMO noise with random
-    parameters is discretised to the same cells, which cover [-1, 1] clip norms; its mass outside is dropped and the
-    rest normalised. `kl` (divergence of the simulated noise from LMO noise, nats), `l2` and `emd` (earth mover's
-    distance, in shares of the domain) are means over simulated noises of the distance to the nearest LMO noise;
-    `..._worst` are the largest.
-
-    Args:
-        space: of the LMO noise.
-        quantisations: in (0, 1].
-        domain_sizes: numbers of cells, >= 2.
-        num_samples: noises of each kind, >= 1.
-        seed: of both kinds.
-
-    Raises:
-        InputError: an argument is out of range.
-
-    Source: Yang et al., Algorithm 2 and Figure 5. It averages over pairs; the claim there is about the nearest, and
-    its step C.1.2, which fits parameters to each simulated noise, is the choice of the nearest here.
-    """
-    for quantisation in quantisations:
-        if not 0 < quantisation <= 1:
-            raise InputError(f"quantisation = {quantisation}: must lie in (0, 1]")
-    for size in domain_sizes:
-        if size < 2:
-            raise InputError(f"domain_size = {size}: must be >= 2")
-    if num_samples < 1:
-        raise InputError(f"num_samples = {num_samples}: must be >= 1")
-    generator = np.random.default_rng(seed)
-    noises = _sobol_candidates(space, num_samples, seed=seed)
-    records = []
-    for quantisation in quantisations:
-        throws = round(1 / quantisation)
-        for size in domain_sizes:
-            simulated = generator.multinomial(throws, np.full(size, 1 / size), size=num_samples) / throws
-            records.append(
-                {"quantisation": quantisation, "domain_size": size, "num_samples": num_samples}
-                | _nearest_distances(simulated, _cell_probabilities(noises, size))
-            )
-    return records
-
-
-def _cell_probabilities(candidates: Columns, num_cells: int) -> Array:
-    """[n, cells] Probability of equal cells of [-1, 1] under each noise, normalised to sum to one."""
-    edges = np.linspace(-1, 1, num_cells + 1)
-    tails = np.exp(candidates.with_axes(1).log_mgf(-np.abs(edges))) / 2
-    shares = np.diff(np.where(edges < 0, tails, 1 - tails))
-    return np.asarray(shares / shares.sum(axis=1, keepdims=True))
-
-
-def _nearest_distances(simulated: Array, noises: Array) -> dict[str, float]:
-    """Mean and largest distance of rows [m, cells] to the nearest of rows [n, cells]; each row is a distribution."""
-    floor = np.maximum(noises, np.finfo(float).tiny)
-    kl = special.xlogy(simulated, simulated).sum(axis=1)[:, None] - simulated @ np.log(floor).T
-    emd = cdist(simulated.cumsum(axis=1), noises.cumsum(axis=1), "cityblock") / simulated.shape[1]
-    summary: dict[str, float] = {}
-    for name, distances in (("kl", kl), ("l2", cdist(simulated, noises)), ("emd", emd)):
-        nearest = distances.min(axis=1)
-        summary |= {name: float(nearest.mean()), f"{name}_worst": float(nearest.max())}
-    return summary

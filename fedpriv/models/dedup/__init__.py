@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fedpriv.models.dedup._base_selection import Fairness as Fairness
     from fedpriv.models.dedup._base_selection import Strategy as Strategy
     from fedpriv.models.dedup._blocks import MINHASH_STEP as MINHASH_STEP
+    from fedpriv.models.dedup._in_order import BlockSearchResult as BlockSearchResult
     from fedpriv.models.dedup.algorithms import ALGORITHMS as ALGORITHMS
-    from fedpriv.models.dedup.algorithms import BlockSearchResult as BlockSearchResult
     from fedpriv.models.dedup.algorithms import algorithm as algorithm
     from fedpriv.models.dedup.pipeline import deduplicate as deduplicate
     from fedpriv.models.dedup.planning import DedupSettings as DedupSettings

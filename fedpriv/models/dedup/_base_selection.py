@@ -21,6 +21,9 @@ Fairness = Literal["bounds", "outcome"]
 
 Reason = Literal["serves as a base", "no base meets its epsilon bound", "would overtake another variant's epsilon"]
 
+MAX_DISTANCE = 0.5
+"""The default in a cluster, by `metadata_distance`: one architecture, and the same private data or half of the tags."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -65,8 +68,6 @@ class Candidate:
 Distance = Callable[[Candidate, Candidate], float]
 """The distance of two variants' metadata, >= 0, symmetric."""
 
-MAX_DISTANCE = 0.5
-"""The default in a cluster, by `metadata_distance`: one architecture, and the same private data or half of the tags."""
 
 Cost = Callable[[Candidate, Sequence[Candidate]], Guarantee]
 """The cost of a variant that holds blocks of these original variants; adding variants never lowers it."""
@@ -196,7 +197,6 @@ def select_bases(
             `outcome` keeps each variant's own epsilon bound and drops targets until no epsilon overtakes another: it
             can deduplicate variants whose epsilons are close and all rise by the same amount.
         distance: between the metadata of two variants.
-        max_distance: within a cluster.
         cost: compared with the epsilon bounds.
         most_bases: for `multi`, how many bases a cluster of so many variants may have; by default as many as the bounds
             allow, as in the paper.

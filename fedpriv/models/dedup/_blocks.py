@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.models.dedup._base_selection import Assignment, Selection, fair_limits
-from fedpriv.models.dedup.algorithms import algorithm
+from fedpriv.models.dedup.algorithms import algorithm, minhash_similarity
 from fedpriv.models.dedup.distance import nearest
-from fedpriv.models.dedup.mistique import minhash_similarity
 from fedpriv.models.dedup.planning import (
     DedupSettings,
     ValidationCharge,
@@ -189,8 +188,6 @@ class Costs:
     """The bases of every variant, and the costs.
 
     Attributes:
-        work: the deduplication.
-        selection: of the bases.
         attempts: {variant: what validating it once is charged}.
     """
 
@@ -234,7 +231,6 @@ class Costs:
         """The cost of the variant once it is stored.
 
         Args:
-            name: of the variant.
             is_target: whether its bases were used; one with no replaced block has still consulted them.
         """
         names = (name, *self.originals(name)) if is_target else (name,)

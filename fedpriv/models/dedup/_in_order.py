@@ -16,6 +16,16 @@ from fedpriv.errors import InputError
 
 Positions = frozenset[int]
 Accept = Callable[[Positions], bool]
+Stopping = Literal["listing", "published"]
+
+BLOCKS_PER_VALIDATION = 20
+"""The worth of a validation: Guan et al. 2025 compare their searches with Greedy-20."""
+
+LEAST_BATCH = 5
+"""The least L by the rule: of 10, 5 and 2 the one chosen on the tuning records of `simulations.studies.dedup`."""
+
+# L, for a range that begins at a given position.
+_Least = Callable[[int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,21 +80,13 @@ def batches(num_blocks: int, batch: int) -> list[range]:
 
 
 def check_whole(name: str, value: int, minimum: int) -> None:
-    """Refuse a value that is not a whole number of at least `minimum`.
-
-    Raises:
-        InputError: with the name, the value and the bound.
-    """
+    """Refuse, with an InputError, a value that is not a whole number of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise InputError(f"{name} = {value!r}: must be a whole number >= {minimum}")
 
 
 def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Refuse a value that is not a finite number in [low, high].
-
-    Raises:
-        InputError: with the name, the value and the bounds.
-    """
+    """Refuse, with an InputError, a value that is not a finite number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or math.isinf(value):
         bounds = f"must lie in [{low:g}, {high:g}]" if high < math.inf else f"must be finite and >= {low:g}"
         raise InputError(f"{name} = {value!r}: {bounds}")
@@ -130,18 +132,6 @@ def _in_batches(num_blocks: int, accept: Accept, batch: int, *, until_failure: b
     return run_search(accept, walk)
 
 
-Stopping = Literal["listing", "published"]
-
-BLOCKS_PER_VALIDATION = 20
-"""The worth of a validation: Guan et al. 2025 compare their searches with Greedy-20."""
-
-LEAST_BATCH = 5
-"""The least L by the rule: of 10, 5 and 2 the one chosen on the tuning records of `simulations.studies.dedup`."""
-
-# L, for a range that begins at a given position.
-_Least = Callable[[int], float]
-
-
 def drd(
     num_blocks: int, accept: Accept, *, min_batch: int | None = None, stopping: Stopping = "listing"
 ) -> BlockSearchResult:
@@ -151,8 +141,6 @@ def drd(
     is replaced except a last range shorter than L, in at most log2(num_blocks) + 1 validations.
 
     Args:
-        num_blocks: positions in saliency order, 0 the least salient; >= 0.
-        accept: whether the model with exactly these positions replaced passes validation.
         min_batch: L >= 1; a range of fewer blocks is left as it is. None takes `shortest_range` for each range.
         stopping: `listing` does every right half, as Algorithm 4 does. `published` does it only where more than half of
             the blocks of the left were replaced, as the authors' code does, which also rounds the middle of an odd

@@ -37,17 +37,13 @@ class AdapterEvaluator:
     Args:
         bench: of the run; after each call its model has the same adapter as before, on the pretrained base.
         num_records: number of test records to use, chosen by the seed; 0 uses all.
-        seed: for choosing them.
 
     Raises:
         InputError: the run has no test set, or its model trains R alone, so that its variants do not fit it.
 
     Attributes:
-        num_records: in use.
         utility: of a record; the log likelihood of responses or texts for a causal model.
-        description: which test records these are.
         private: None, since the records are public.
-        model: the run's model.
     """
 
     private: PrivateRecords | None = None
@@ -78,7 +74,6 @@ class AdapterEvaluator:
         """The evaluator of the run in a folder.
 
         Args:
-            folder: of the run.
             num_records: number of test records to use, 0 for all; None for the run's `dedup_records`.
             seed: for choosing them; None for the run's.
 
@@ -123,7 +118,6 @@ class AdapterEvaluator:
         The questions are the first of the records by which nothing was chosen.
 
         Args:
-            outcomes: of a deduplication validated on these records.
             given: reads a variant's tensors by its name, as they were before it.
             stored: the same, as they are after it.
 

@@ -66,10 +66,7 @@ def nearest(
     if len(base_blocks) == 0:
         raise ValueError("base_blocks: must hold at least one block")
     size = _tile_size(target_blocks.shape[1], memory_bytes)
-    targets, bases = (
-        _Normed(target_blocks, _squares(target_blocks)),
-        _Normed(base_blocks, _squares(base_blocks)),
-    )
+    targets, bases = (_Normed(target_blocks, _squares(target_blocks)), _Normed(base_blocks, _squares(base_blocks)))
     best = _initial_best(target_blocks, base_blocks, metric)
     compare = _compare_sums if metric == "l1" else _compare_products
     for rows in _tiles(len(target_blocks), size):

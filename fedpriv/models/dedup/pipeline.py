@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,15 +19,29 @@ import numpy as np
 from fedpriv.errors import InputError
 from fedpriv.files import is_free
 from fedpriv.models.dedup._blocks import store_by_blocks
-from fedpriv.models.dedup._lossless import store_without_loss
 from fedpriv.models.dedup.algorithms import LOSSLESS
-from fedpriv.models.dedup.planning import DedupSettings, check_options
+from fedpriv.models.dedup.planning import DedupSettings, check_options, cost_of
 from fedpriv.models.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors
 from fedpriv.models.dedup.work import Evaluators, Observer, Outcome, Work
 from fedpriv.models.variants.blocks import BlockLayout, check_has_blocks, layout_of
 from fedpriv.models.variants.folders import Described, to_json
+from fedpriv.models.variants.lossless import Reference, Values, best_reference, sample
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting import events
+
+# The way in which bounds are proven: its confidence, and a number that grows whenever the way is another.
+_PROOF = (CONFIDENCE, 1)
+
+PLAN, VALIDATION = "plan", "validation"
+"""The keys of the two digests in a manifest's provenance."""
+
+log = logging.getLogger(__name__)
+
+STORED = "it is stored without loss"
+"""Why no block of a variant was replaced"""
+
+# Among which a reference is chosen, and by which: the choice takes a compression for each pair.
+_CANDIDATES = 16
 
 
 def deduplicate(
@@ -56,15 +71,12 @@ def deduplicate(
 
     Args:
         variants: to be stored; those that are in the store already were stored by a call with the same arguments.
-        read_tensors: gives the tensors of a variant by name.
         evaluators: one for each variant; see `Evaluator`. Without loss they measure utilities that are not known, and
             may be missing.
         store: open for writing.
-        settings: see `DedupSettings`.
         private: how private validation records are queried; required if, and only if, an evaluator's are private.
         evaluation: what else decides a validation, such as the evaluator's name and seed; compared with that of
             variants that are stored already.
-        observer: is told how far it is.
 
     Returns:
         One for each variant: first those that stay as they are, then the others, each after its bases.
@@ -115,10 +127,7 @@ def check(
     """Refuse what `deduplicate` would refuse, as far as it can be known before any model is loaded.
 
     Args:
-        variants: see `deduplicate`.
-        read_tensors: see `deduplicate`.
         store: its folder, which may be missing.
-        settings: see `DedupSettings`.
         validation: the digest of how they are validated, if that is known; see `validation_digest`.
 
     Raises:
@@ -134,13 +143,6 @@ def check(
         digests: Mapping[str, str] = {PLAN: digest} | ({VALIDATION: validation} if validation else {})
         with Store(store) as opened:
             _stored_outcomes(opened, layouts, digests)
-
-
-# The way in which bounds are proven: its confidence, and a number that grows whenever the way is another.
-_PROOF = (CONFIDENCE, 1)
-
-PLAN, VALIDATION = "plan", "validation"
-"""The keys of the two digests in a manifest's provenance."""
 
 
 def _layouts_and_plan(
@@ -160,8 +162,6 @@ def validation_digest(evaluators: Evaluators, private: PrivateQueries | None, ev
     """The digest of how variants are validated.
 
     Args:
-        evaluators: {variant: its evaluator}.
-        private: how private records are queried.
         evaluation: what else decides a validation, such as the name of the evaluator.
     """
     fields = {name: _of_evaluator(each, private) for name, each in evaluators.items()}
@@ -169,11 +169,7 @@ def validation_digest(evaluators: Evaluators, private: PrivateQueries | None, ev
 
 
 def _of_evaluator(evaluator: Evaluator, private: PrivateQueries | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "num_records": evaluator.num_records,
-        "utility": evaluator.utility,
-        "proof": _PROOF,
-    }
+    fields: dict[str, Any] = {"num_records": evaluator.num_records, "utility": evaluator.utility, "proof": _PROOF}
     if private and (records := evaluator.private):
         saliency = events.to_json(records.saliency) if records.saliency else None
         fields |= {"data_set": records.data_set, "delta": records.delta, "saliency": saliency}
@@ -187,12 +183,7 @@ def _stored_outcomes(
     """{variant that an earlier attempt stored: its outcome}.
 
     Args:
-        store: of that attempt, or a new one.
-        layouts: of all variants of this one.
         digests: of this attempt, as far as they are known, under their names in a provenance.
-
-    Raises:
-        InputError: one of the variants was stored in another way, or the store has other blocks.
     """
     for name, layout in layouts.items():
         store.check_blocks(name, layout)
@@ -220,3 +211,43 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else repr(value)
+
+
+def store_without_loss(work: Work) -> list[Outcome]:
+    """Store all variants of a deduplication bit for bit, so that none of them is validated or costs more than before.
+
+    Returns:
+        One for each variant, architecture after architecture.
+    """
+    groups: dict[BlockLayout, list[str]] = {}
+    for name in sorted(work.variants):
+        groups.setdefault(work.layouts[name], []).append(name)
+    watch = work.watch({})
+    for layout, names in groups.items():
+        if not (waiting := [name for name in names if name not in work.stored]):
+            continue
+        chosen = _chosen(work, layout, names)
+        reference = Reference.of(work.read_tensors(chosen), layout) if chosen else Reference.zeros(layout)
+        for name in waiting:
+            watch.begin(name)
+            work.stored[name] = _store(work, layout, name, reference, chosen)
+            watch.store(is_target=False)
+    return [work.stored[name] for names in groups.values() for name in names]
+
+
+def _store(work: Work, layout: BlockLayout, name: str, reference: Reference, chosen: str | None) -> Outcome:
+    held = reference.pack(work.read_tensors(name))
+    outcome = work.outcome(name, untouched=STORED, cost=cost_of([work.variants[name]], work.settings.accountant))
+    records = outcome.as_records(reference=chosen, **work.digests)
+    work.store.add(name, layout, reference, held, described=work.variants[name], **records)
+    log.info("%s: %.3g of its bytes", name, sum(part.nbytes for part in held.values()) / max(1, layout.num_bytes))
+    return outcome
+
+
+def _chosen(work: Work, layout: BlockLayout, names: Sequence[str]) -> str | None:
+    """The variant from which all differ least; None where zeros take fewer bytes. The same at every attempt."""
+    candidates = [names[len(names) * index // _CANDIDATES] for index in range(_CANDIDATES)]
+    candidates = list(dict.fromkeys(candidates)) if len(names) > _CANDIDATES else list(names)
+    samples: list[Values] = [sample(work.read_tensors(name), layout) for name in candidates]
+    best = best_reference(samples, len(names))
+    return None if best is None else candidates[best]

@@ -35,6 +35,8 @@ from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.law import Accountant
 
+_CHARGES_VERSION = 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class DedupSettings:
@@ -42,14 +44,9 @@ class DedupSettings:
 
     Attributes:
         block_size: values in a block, >= 1.
-        algorithm: name of the search algorithm.
-        options: of the search.
-        aggregation: of saliency over a block.
         metric: used to find the nearest base block of each block.
-        strategy, fairness: of base selection.
         max_distance: of metadata within a cluster of variants, whose bases are chosen among themselves first; 2 makes
             one cluster of all, whatever their data, tags and architectures.
-        accountant: computes the epsilons that are compared with the bounds.
     """
 
     block_size: int = 1024
@@ -64,11 +61,7 @@ class DedupSettings:
 
 
 def check_options(settings: DedupSettings) -> None:
-    """Refuse an algorithm or an option that is unknown, or a value that it does not take, before anything is charged.
-
-    Raises:
-        InputError: names it.
-    """
+    """Refuse, with an InputError, an algorithm or option that is unknown, or a value that it does not take."""
     if settings.algorithm == LOSSLESS:
         if settings.options:
             raise InputError(f"option = {min(settings.options)!r}: {LOSSLESS} has none")
@@ -126,8 +119,6 @@ def plan(
     variants share releases, `multi` takes no more bases than are worthwhile.
 
     Args:
-        variants: all variants that are stored together.
-        settings: see `DedupSettings`.
         attempts: {variant: what validating it once is charged}, for those whose validation records are private.
         utilities: {variant: what is known of its utility}; None for what each states.
 
@@ -161,13 +152,7 @@ def _share_releases(variants: Sequence[Described]) -> bool:
 def cost_of(
     consulted: Sequence[Described], accountant: Accountant = "pld", charges: Iterable[ValidationCharge] = ()
 ) -> PublicationCost:
-    """The cost of publishing anything computed from these variants and from answers that were charged.
-
-    Args:
-        consulted: the variants.
-        accountant: that composes events.
-        charges: for private validation, of any of the variants.
-    """
+    """The cost of publishing anything computed from these variants and from answers that were charged."""
     stated = [(id_, delta) for variant in consulted for id_, delta in variant.deltas.items()]
     extra: dict[str, list[Event]] = {}
     for charge in charges:
@@ -177,18 +162,12 @@ def cost_of(
     return publication_cost(histories, smallest_deltas(stated), extra=extra, accountant=accountant)
 
 
-_CHARGES_VERSION = 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class ValidationCharge:
     """One event that private records were charged for one variant.
 
     Attributes:
-        name: of the variant.
-        data_set: id of the records' data set.
         delta: at which the epsilon of this data set is stated.
-        event: what was charged.
     """
 
     name: str
@@ -198,14 +177,7 @@ class ValidationCharge:
 
 
 def read_charges(store: Path) -> list[ValidationCharge]:
-    """All charges for variants of the store, in the order in which they were made.
-
-    Args:
-        store: its folder.
-
-    Raises:
-        StoreError: their file is damaged.
-    """
+    """All charges for variants of the store, in the order of their making; StoreError if their file is damaged."""
     path = store / CHARGES_FILE
     if not path.exists():
         return []
@@ -225,7 +197,6 @@ def add_charges(store: Path, charges: Iterable[ValidationCharge]) -> None:
 
     Args:
         store: its folder, open for writing.
-        charges: made after those that are known.
 
     Raises:
         StoreError: their file is damaged.

@@ -24,8 +24,16 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 Saliency = dict[str, npt.NDArray[np.float32]]
 """{tensor name: [*the tensor's shape], >= 0}; only the order of the values is meaningful."""
-
 Measure = Callable[[nn.Module, Iterable[Batch], Loss], Saliency]
+
+# Functions of the absolute values of one block, float64 [values], values >= 1. Means instead of sums, so that a last
+# block that is mostly padding is judged by its own values.
+AGGREGATIONS: dict[str, Callable[[npt.NDArray[np.float64]], float]] = {
+    "l2": lambda values: float(np.sqrt(np.mean(np.square(values)))),
+    "l1": lambda values: float(np.mean(values)),
+    "linf": lambda values: float(np.max(values)),
+    "q75": lambda values: float(np.quantile(values, 0.75)),
+}
 
 
 def magnitude(model: nn.Module) -> Saliency:
@@ -41,8 +49,6 @@ def wanda(model: nn.Module, batches: Iterable[Batch], loss: Loss) -> Saliency:
     regardless of the size of the data set.
 
     Args:
-        model: run in evaluation mode.
-        batches: one pass over a data set, at least one record.
         loss: runs the model; its values are not used.
 
     Raises:
@@ -80,8 +86,6 @@ def fisher(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Collec
 
     Args:
         model: run in evaluation mode, one record at a time.
-        batches: one pass over a data set, at least one record.
-        loss: one loss for each record.
         names: the parameters to consider, frozen or not; None for all.
 
     Raises:
@@ -96,9 +100,6 @@ def gradient(model: nn.Module, batches: Iterable[Batch], loss: Loss, names: Coll
     """The absolute value of the gradient of the mean loss over all records, however they are batched.
 
     Args:
-        model: run in evaluation mode.
-        batches: one pass over a data set, at least one record.
-        loss: one loss for each record.
         names: the parameters to consider, frozen or not; None for all.
 
     Raises:
@@ -150,10 +151,8 @@ def private_gradient(
     Args:
         model: computed from other data, or from these records under a charge of its own; run in evaluation mode.
         batches: all records, each once; an empty data set gives noise alone.
-        loss: one loss for each record.
         clip_norm: C, finite, > 0, gradient units.
         noise_multiplier: z >= 0; 0 adds no noise, and the event costs infinity.
-        source: of the noise.
         names: the parameters to consider, frozen or not; None for all. With fewer of them, each gets a larger share
             of the clip norm.
 
@@ -191,11 +190,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def measure(name: str) -> Measure:
-    """The saliency measure of this name.
-
-    Raises:
-        InputError: the name is unknown; the message lists those that are known.
-    """
+    """The saliency measure of this name; an InputError lists those that are known."""
     if name not in MEASURES:
         raise InputError(f"saliency = {name!r}: known are {', '.join(MEASURES)}")
     return MEASURES[name]
@@ -253,16 +248,6 @@ def _finite(saliency: Saliency) -> Saliency:
     return saliency
 
 
-# Functions of the absolute values of one block, float64 [values], values >= 1. Means instead of sums, so that a last
-# block that is mostly padding is judged by its own values.
-AGGREGATIONS: dict[str, Callable[[npt.NDArray[np.float64]], float]] = {
-    "l2": lambda values: float(np.sqrt(np.mean(np.square(values)))),
-    "l1": lambda values: float(np.mean(values)),
-    "linf": lambda values: float(np.max(values)),
-    "q75": lambda values: float(np.quantile(values, 0.75)),
-}
-
-
 def block_saliency(
     blocks: npt.NDArray[np.floating], num_values: npt.NDArray[np.integer], aggregation: str = "l2"
 ) -> npt.NDArray[np.float64]:
@@ -294,8 +279,6 @@ def by_block(saliency: Saliency, layout: BlockLayout, aggregation: str = "l2") -
 
     Args:
         saliency: of at least the tensors that the layout cuts into blocks.
-        layout: of the model.
-        aggregation: as for `block_saliency`.
 
     Raises:
         InputError: the aggregation is unknown, or a tensor has no saliency of its shape.

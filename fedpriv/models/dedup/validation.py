@@ -36,6 +36,16 @@ which is minus the logarithm of the perplexity of its response."""
 Tensors = Mapping[str, NDArray[Any]]
 Utilities = NDArray[np.float64]
 
+# Queries are whole numbers of these parts of a record, rounded up.
+_PARTS = 16
+
+# One record changes l - g by 2 and l + g by none, or both by 1, and then the limit by 1 + z (sqrt(7/4) - sqrt(3/4)) at
+# most, which is less than 2 for z < 2.18; one part more for rounding up.
+_SENSITIVITY = 2 * _PARTS + 1
+
+# Of the two ways in which a variant may lose more than was proven: the choice of the records, and the noise.
+_NOISE_FAILS = 0.01
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateRecords:
@@ -57,7 +67,6 @@ class Evaluator(Protocol):
 
     Attributes:
         num_records: the registered number of validation records.
-        utility: of a record.
         private: whose records they are; None if they are public, so that figures may be shown.
     """
 
@@ -69,7 +78,6 @@ class Evaluator(Protocol):
         """The utility of the variant with these tensors on each of the records.
 
         Args:
-            tensors: of the variant.
             records: their positions, in [0, num_records), in rising order.
         """
 
@@ -144,7 +152,6 @@ class Proof:
     Attributes:
         before, after: mean utility of the variant as it was given, and as it is stored.
         limit: of what it loses, `loss_limit`.
-        num_records: of them.
     """
 
     before: float
@@ -190,13 +197,7 @@ def proof_records(num_records: int) -> NDArray[np.int64]:
 
 
 class PublicValidation:
-    """Validation on public records.
-
-    Args:
-        evaluator: of the target.
-        before: its utilities on all records, as it was given.
-        bound: of what it may lose in the mean, >= 0.
-    """
+    """Validation on public records."""
 
     searches = True
     proof: Proof | None = None
@@ -267,17 +268,6 @@ class PrivateQueries:
             charge=lambda event: self.charge(name, event),
             source=self.source,
         )
-
-
-# Queries are whole numbers of these parts of a record, rounded up.
-_PARTS = 16
-
-# One record changes l - g by 2 and l + g by none, or both by 1, and then the limit by 1 + z (sqrt(7/4) - sqrt(3/4)) at
-# most, which is less than 2 for z < 2.18; one part more for rounding up.
-_SENSITIVITY = 2 * _PARTS + 1
-
-# Of the two ways in which a variant may lose more than was proven: the choice of the records, and the noise.
-_NOISE_FAILS = 0.01
 
 
 class PrivateValidation:

@@ -41,15 +41,11 @@ class Work:
 
     Attributes:
         variants: by name; the utility of those whose records are public is known.
-        layouts: of each.
-        read_tensors: gives the tensors of a variant by name.
         evaluators: of each; of some or none where nothing is validated.
         store: open for writing.
-        settings: see `DedupSettings`.
         private: how private records are queried; None if all records are public.
         digests: of plan and validation, kept in every manifest.
         stored: outcomes of the variants that are in the store, earlier attempts' included.
-        observer: is told how far it is.
     """
 
     variants: Mapping[str, Described]
@@ -130,11 +126,6 @@ class Work:
 
         The store keeps the charges, durably, before the ledger has them: an interruption in between makes the variant
         dearer than it is, never cheaper.
-
-        Args:
-            name: of the target.
-            limits: of its utility.
-            attempt: what it is charged.
         """
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.private is None or not attempt:
@@ -223,13 +214,8 @@ class Outcome:
     """The result for one variant.
 
     Attributes:
-        name: of the variant.
         bases: whose blocks it may hold; empty if it stays as it was.
         untouched: why it stays as it was; None if it has bases.
-        num_blocks: in the variant.
-        num_replaced: blocks that were replaced.
-        num_validations: counted by the search.
-        utility: of a record.
         utility_given: the mean over all validation records of the variant as it was given; None if they are private.
         deviation_given: the standard deviation of likelihoods over these; None if they are private, and for accuracy.
         utility_before, utility_after: the mean over `num_records` records, of the variant as it was given and as it is
@@ -271,11 +257,7 @@ class Outcome:
         return cls(**{**fields, "bases": tuple(fields["bases"])})
 
     def as_records(self, **provenance: Any) -> dict[str, Any]:
-        """The records for a manifest: the arguments `privacy` and `provenance` of `Store.add`.
-
-        Args:
-            provenance: further plain values.
-        """
+        """The records for a manifest: the arguments `privacy` and `provenance` of `Store.add`."""
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
         return {
             "privacy": {"epsilon": self.epsilon_after, "delta": self.delta, "epsilons": dict(self.epsilons)},
@@ -290,10 +272,8 @@ class Progress:
     Attributes:
         name: of the variant that is under way, or was just stored.
         num_stored: variants in the store, those of an earlier attempt included.
-        num_variants: in total.
         num_validations: in this attempt so far, over all variants.
         seconds_left: an estimate; None as long as there is nothing to estimate from.
-        stored: whether `name` was just stored.
     """
 
     name: str
@@ -313,7 +293,6 @@ def _seconds_left(taken: Mapping[bool, Sequence[float]], num_left: Mapping[bool,
     Args:
         taken: {whether targets: seconds that each of those that are stored took}.
         num_left: {whether targets: how many are still to be stored, the one under way included}.
-        elapsed: seconds since the one under way began.
 
     Returns:
         >= 0; None if no variant of a kind that is left was stored yet.
@@ -331,7 +310,6 @@ class ProgressWatch:
 
     Attributes:
         observer: is told after every validation and every stored variant; None to tell nothing.
-        num_variants: in total.
         num_left: {whether targets: how many are not stored yet}.
     """
 

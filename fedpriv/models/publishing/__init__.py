@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.models.publishing._card_texts import markdown as markdown
+    from fedpriv.models.publishing.card import markdown as markdown
     from fedpriv.models.publishing.saved import LoadedVariant as LoadedVariant
     from fedpriv.models.publishing.saved import SavedVariant as SavedVariant
     from fedpriv.models.publishing.saved import classify as classify

@@ -24,21 +24,20 @@ from fedpriv.errors import InputError
 from fedpriv.files import new_folder
 from fedpriv.learning.adapters import pooling, quiet_transformers
 from fedpriv.learning.adapters.pooling import STATE_SCALE, normalizes
-from fedpriv.models.publishing import _card_texts, card
-from fedpriv.models.publishing._card_texts import Form
+from fedpriv.models.publishing import card
+from fedpriv.models.publishing.card import Form
 from fedpriv.models.publishing.saved import LoadedVariant, SavedVariant, ends_of
 
 _NAMES = "sentence_transformers.models"
 _IDENTITY = "torch.nn.modules.linear.Identity"
 _ACTIVATION = "torch.nn.modules.activation"
 
+_Part = tuple[str, dict[str, Any], dict[str, Tensor]]
+"""A module of sentence-transformers: its kind, its configuration and its tensors."""
+
 
 def form_of(saved: SavedVariant) -> Form:
-    """The form in which a variant is exported.
-
-    Raises:
-        InputError: neither library can express it.
-    """
+    """The form in which a variant is exported; InputError if neither library can express it."""
     if saved.task == "CAUSAL_LM" or saved.pooling == "model":
         return "transformers"
     if saved.pooling == "unit-model":
@@ -90,8 +89,6 @@ def whole_folder(out: Path, saved: SavedVariant, form: Form) -> Iterator[Path]:
 
     Args:
         out: the folder; must not exist.
-        saved: the variant that is exported.
-        form: of the export.
 
     Raises:
         InputError: the folder exists.
@@ -115,7 +112,7 @@ def _readme(saved: SavedVariant, form: Form) -> str:
         [
             f"# An export of {saved.name}",
             "",
-            *_card_texts.lines(saved, form),
+            *card.lines_of_use(saved, form),
             "",
             "What it cost its data holders, the card of the adapter says that it was made of.",
             "",
@@ -175,16 +172,8 @@ def _write_sentences(loaded: LoadedVariant, folder: Path) -> None:
     _write_json(folder / "modules.json", modules)
 
 
-_Part = tuple[str, dict[str, Any], dict[str, Tensor]]
-"""A module of sentence-transformers: its kind, its configuration and its tensors."""
-
-
 def _head(model: Any, *, unit: bool) -> list[_Part]:
-    """The layers that follow the pooled vector.
-
-    Raises:
-        InputError: the head is of a kind that is not known here.
-    """
+    """The layers that follow the pooled vector."""
     found = pooling.linear_head(model)
     if found is not None:
         weight = found[1].weight.double() * (STATE_SCALE if unit else 1.0)

@@ -33,13 +33,16 @@ from fedpriv.texts import holder_label
 
 _KEPT = ("version", "base_model", "base_weights", "pooling", "labels", "reading")
 
+# What the coordinator writes: models of everybody's uploads, one of a few holders' (which ones is not kept), their own.
+_OF_ALL = re.compile(r"global|round-[0-9]+")
+
+_OF_SOME = "integral-mean"
+_COLUMNS = ("round", "client", "status")
+_OF_ONE = re.compile(r"client-([0-9]+)")
+
 
 def check_name(name: str) -> None:
-    """Refuse a name that no repository of the Hub can have.
-
-    Raises:
-        InputError: it is not OWNER/NAME.
-    """
+    """Refuse, with an InputError, a name that no repository of the Hub can have: it must be OWNER/NAME."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -56,7 +59,6 @@ def contents(saved: SavedVariant, *, license: str = "") -> dict[str, bytes]:
     Its provenance, the ledger and the configuration stay here, and so does the path of a base that is a folder.
 
     Args:
-        saved: the variant.
         license: of the Hub's identifiers; empty states none.
 
     Raises:
@@ -77,8 +79,6 @@ def upload(name: str, found: Mapping[str, bytes], *, public: bool) -> str:
     """Make the repository if it is not there, and commit the files, all or none; returns the commit's address.
 
     Args:
-        name: OWNER/NAME.
-        found: {file: content}.
         public: whether a new repository can be read by anyone.
 
     Raises:
@@ -99,18 +99,10 @@ def _json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-# What the coordinator writes: models of everybody's uploads, one of a few holders' (which ones is not kept), their own.
-_OF_ALL = re.compile(r"global|round-[0-9]+")
-_OF_SOME = "integral-mean"
-_COLUMNS = ("round", "client", "status")
-_OF_ONE = re.compile(r"client-([0-9]+)")
-
-
 def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_data: bool = False) -> str:
     """Say in one line why the variant may be published.
 
     Args:
-        saved: the variant.
         ledger: where the run was charged; None for the ledger that its configuration names, or else its folder's.
         public_data: whether the operator says that the records are public, which the run's configuration must say too.
 

@@ -28,14 +28,18 @@ from fedpriv.learning.training import Tokens, batches, ends_of_turn, greedy_answ
 from fedpriv.learning.training.evaluation import text_of
 from fedpriv.models.variants import is_store
 from fedpriv.models.variants.blocks import Tensors
-from fedpriv.models.variants.folders import ADAPTER_CONFIG, TENSORS
-from fedpriv.models.variants.kept import KeptVariants, VariantFolders
+from fedpriv.models.variants.folders import ADAPTER_CONFIG, TENSORS, KeptVariants, VariantFolders
 from fedpriv.models.variants.store import Store
 from fedpriv.runs import RunFolder, files
 
 GLOBAL = "global"
-
 _Task = Literal["SEQ_CLS", "CAUSAL_LM"]
+
+# Texts of a pass.
+_ROWS = 8
+
+# Prompts are not cut: one that is too long is refused.
+_NO_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,6 @@ class SavedVariant:
     """A variant on disk, in a folder of its own or in a store alone; its weights are not read yet.
 
     Attributes:
-        name: the variant's name in its run.
         folder: with its files; None where only a store has it.
         kept: reads it, by its name.
         run: its run; None for a variant that was copied elsewhere.
@@ -51,7 +54,6 @@ class SavedVariant:
         task: `SEQ_CLS` or `CAUSAL_LM`.
         settings: what its adapter_config.json says.
         convention: what its fedpriv.json says.
-        reading: how it reads texts.
     """
 
     name: str
@@ -86,11 +88,7 @@ class SavedVariant:
 
     @cached_property
     def sources(self) -> list[str]:
-        """The variant itself, and all of the run's whose values it may hold.
-
-        Raises:
-            InputError, StoreError: it is not there, or damaged.
-        """
+        """The variant itself, and all of the run's whose values it may hold; an error if it is missing or damaged."""
         return self.kept.sources(self.name)
 
 
@@ -99,10 +97,7 @@ class LoadedVariant:
     """A variant's model in float32, in eval mode.
 
     Attributes:
-        saved: which it is.
         peft_model: the base with the adapter, pooled as in training.
-        tokenizer: of transformers.
-        device: where it computes.
     """
 
     saved: SavedVariant
@@ -118,11 +113,7 @@ def names_in(run: Path) -> list[str]:
 
 
 def all_in(run: Path) -> list[SavedVariant]:
-    """The variants in a run's folder that are complete, `global` first.
-
-    Raises:
-        InputError: one of its files is damaged.
-    """
+    """The variants in a run's folder that are complete, `global` first; InputError if one of its files is damaged."""
     folder = RunFolder(run)
     return [_in_folder(run / files.VARIANTS / name, folder, "") for name in names_in(run)]
 
@@ -173,10 +164,7 @@ def of(reader: VariantFolders | Store, name: str, run: RunFolder, *, model: str 
     """The variant that a reader of variants has under a name.
 
     Args:
-        reader: has it.
-        name: of the variant.
         run: the folder of its run, or of what else it lies in.
-        model: see `find`.
 
     Raises:
         InputError, StoreError: it is damaged, or nothing says how it is used.
@@ -291,13 +279,6 @@ def _reading_of(folder: Path, convention: dict[str, Any]) -> TextReading:
     return TextReading.from_json(convention["reading"], where=str(where))
 
 
-# Texts of a pass.
-_ROWS = 8
-
-# Prompts are not cut: one that is too long is refused.
-_NO_LIMIT = 1 << 20
-
-
 @torch.inference_mode()
 def classify(
     loaded: LoadedVariant, texts: Sequence[str], pairs: Sequence[str] | None = None
@@ -368,8 +349,6 @@ def prompt_tokens(loaded: LoadedVariant, prompt: str, number: int) -> Tokens:
 
     Args:
         loaded: a causal model.
-        prompt: its text.
-        number: of the prompt, for errors.
 
     Raises:
         InputError: it cannot be read, or leaves no room for an answer.

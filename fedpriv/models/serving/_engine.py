@@ -31,13 +31,21 @@ from fedpriv.models.serving.requests import Tokens
 
 _HEAD = ".modules_to_save.default"
 
+# Tokens of the product that is timed, how often it is, and the share of the time that must be saved.
+_TOKENS = 256
+
+_REPEATS = 5
+_LEAST_SAVING = 0.1
+
+# Products of fewer weights are hardly worth a choice.
+_FEWEST = 2**16
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
     """A variant's tensors in one piece of memory.
 
     Attributes:
-        variant: its name.
         rank: of all its LoRA layers.
         flat: float32 [values], in the order of the model's `Places`; B is scaled already.
         active: LoRA layers whose B is not all zero; the others add nothing.
@@ -61,7 +69,6 @@ class _Stacked:
     Attributes:
         rows: whose they are; one stands for all rows if they are all of it.
         tensors: {name: [rows or 1, *shape]}.
-        active: LoRA layers that add anything.
     """
 
     rows: tuple[Weights, ...] = ()
@@ -78,9 +85,6 @@ class SharedBase:
         has_types: whether its texts have types of tokens too, all 0: some models add those up where they are given.
 
     Attributes:
-        peft_model: of `model`.
-        config: of the base.
-        device: where it computes.
         shares_passes: whether several rows may have one pass; if not, callers give one row at a time.
         embeds: whether it is an encoder that pools a text's states into one vector.
         most_positions: tokens of a row that the base has positions for; None without a limit.
@@ -118,7 +122,6 @@ class SharedBase:
         """A variant's tensors as passes use them.
 
         Args:
-            variant: its name.
             tensors: by peft's names, float32; all LoRA layers have one rank, which may differ from the model's.
 
         Raises:
@@ -154,7 +157,6 @@ class SharedBase:
         """The base's output for a batch whose rows each have a variant.
 
         Args:
-            rows: [batch] of each row.
             inputs: as the transformers model takes them, tensors [batch, ...].
         """
         with self._using(rows):
@@ -164,7 +166,6 @@ class SharedBase:
         """The logits of texts, float32 [rows, labels], each by its own variant.
 
         Args:
-            rows: the variant of each text.
             texts: at least one token each; padded to the longest.
         """
         logits: Tensor = self.run(rows, **self._padded_texts(texts)).logits.float().cpu()
@@ -225,7 +226,6 @@ class SharedBase:
         return torch.cat(parts)
 
     def _shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """The shape of a variant's tensor in its file."""
         shape = self._shapes[name]
         if name.endswith(A_SUFFIX):
             return rank, shape[1]
@@ -285,15 +285,6 @@ def _added(output: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if output.dtype == narrow.dtype:
         return flat.baddbmm_(narrow, b).view(output.shape)
     return (flat + narrow @ b).to(output.dtype).view(output.shape)
-
-
-# Tokens of the product that is timed, how often it is, and the share of the time that must be saved.
-_TOKENS = 256
-_REPEATS = 5
-_LEAST_SAVING = 0.1
-
-# Products of fewer weights are hardly worth a choice.
-_FEWEST = 2**16
 
 
 def use_the_faster(base: Any) -> bool:

@@ -19,9 +19,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fedpriv.models.serving._engine import Weights
 from fedpriv.models.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
-from fedpriv.models.serving._sampling import TokenTexts, generator_of, next_token, penalized, scored
-from fedpriv.models.serving._texts import Text
+from fedpriv.models.serving._texts import Text, TokenTexts, generator_of, next_token, penalized, scored
 from fedpriv.models.serving.requests import Failed, Finished, Generate, Piece, ScoredToken, ServingError
+
+_Place = tuple["KeyValues", int]
+"""The row of these with the states of all tokens of an answer but its last."""
+
+# Places behind the last token that a new cache has, so that rows grow without being copied.
+_ROOM = 64
 
 
 @dataclass(eq=False)
@@ -29,12 +34,6 @@ class _Answer:
     """An answer that grows.
 
     Attributes:
-        job, request: whose it is.
-        text: of its tokens.
-        generator: of its draws.
-        tokens: prompt and answer.
-        num_new: of the answer.
-        weights: of its variant, while it has a row.
         num_of_turn: tokens since it got its row.
         untold: its tokens whose text was not given yet, if they are to be told.
     """
@@ -55,16 +54,10 @@ class _Answer:
         return len(self.request.prompt) + self.request.max_new_tokens
 
 
-_Place = tuple["KeyValues", int]
-"""The row of these with the states of all tokens of an answer but its last."""
-
-
 class Generation:
     """Works on `Generate`, in one thread.
 
     Args:
-        counter: of the server.
-        tokenizer: of transformers.
         ends: tokens after which an answer is complete.
     """
 
@@ -191,7 +184,6 @@ class Generation:
         """[answers] the logits that follow, or why there are none, and the row with the states.
 
         Args:
-            answers: at least one.
             states: of all their tokens but the last; None if they have none yet.
         """
         held = states or KeyValues([len(answer.tokens) for answer in answers], self._num_layers)
@@ -262,20 +254,14 @@ def _told(answer: _Answer, *, to_the_end: bool) -> tuple[ScoredToken, ...]:
     return told
 
 
-# Places behind the last token that a new cache has, so that rows grow without being copied.
-_ROOM = 64
-
-
 class KeyValues:
     """The states of some rows, to be read by one model.
 
     Args:
         lengths: tokens that each row holds, or will hold once the next pass has written them; at least one row.
-        num_layers: of the model.
         written: whether it holds them; else one pass of `max(lengths)` tokens a row is about to write them.
 
     Attributes:
-        lengths: tokens of each row.
         end: the place behind every row's last token.
     """
 
@@ -308,12 +294,7 @@ class KeyValues:
         self.end += num_new
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The states of a layer with those of a pass behind them.
-
-        Args:
-            layer: its index.
-            keys, values: [rows, heads, new places, width].
-        """
+        """The states of a layer, [rows, heads, places, width] each, with those of a pass behind them."""
         num_new = keys.shape[2]
         held = self._layers[layer]
         if held is None or self.end + num_new > held[0].shape[2]:
@@ -333,11 +314,7 @@ class KeyValues:
 
     @classmethod
     def of_rows(cls, parts: Sequence[tuple[KeyValues, int]]) -> KeyValues:
-        """The given rows of given states, copied, so that what they came from may be freed.
-
-        Args:
-            parts: (states of one model, a row of them); at least one.
-        """
+        """The given rows of given states, copied, so that what they came from may be freed."""
         num_layers = len(parts[0][0]._layers)
         made = cls([held.lengths[row] for held, row in parts], num_layers, written=True)
         for layer in range(num_layers):

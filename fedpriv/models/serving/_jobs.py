@@ -27,8 +27,9 @@ from fedpriv.models.serving.requests import (
     ServingError,
     Tokens,
 )
-from fedpriv.models.serving.sources import VariantMemory
-from fedpriv.models.variants.cache import NoRoomError
+from fedpriv.models.serving.sources import NoRoomError, VariantMemory
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,10 +37,7 @@ class ServingJob:
     """A request under way.
 
     Attributes:
-        request: as it was submitted.
         texts: its tokens: those to classify, or one prompt.
-        on_event: is told what happens.
-        begun: whether a pass has begun with it.
         over: whether it was answered, has failed or was given up: nothing is told any more.
     """
 
@@ -85,11 +83,7 @@ class Waiting:
         return self._num_new.total()
 
     def add(self, job: ServingJob) -> None:
-        """Let a new job wait.
-
-        Raises:
-            BusyError: as many of this client wait as may, or no more are accepted.
-        """
+        """Let a new job wait; BusyError if as many of this client wait as may, or no more are accepted."""
         with self._changed:
             if not self._open:
                 raise BusyError("the server is about to stop; ask again later")
@@ -117,11 +111,7 @@ class Waiting:
         self._changed.notify_all()
 
     def take(self, *, but_of: Collection[str] = ()) -> ServingJob | None:
-        """The next job of the client, and of its variant, whose turn it is; None if nothing waits.
-
-        Args:
-            but_of: clients that have no turn now.
-        """
+        """The next job of the client, and of its variant, whose turn it is; None if nothing waits."""
         with self._changed:
             client = next((client for client in self._by_client if client not in but_of), None)
             if client is None:
@@ -172,17 +162,8 @@ class Waiting:
             self._changed.notify_all()
 
 
-log = logging.getLogger(__name__)
-
-
 class PassCounter:
     """A desk's variants and passes.
-
-    Args:
-        base: runs passes.
-        memory: has the variants.
-        waiting: gives jobs.
-        limits: of the server.
 
     Attributes:
         num_passes, num_rows, num_variants: so far, see `fedpriv.models.serving.requests.Statistics`.
@@ -198,12 +179,7 @@ class PassCounter:
     def next(
         self, can_begin: Callable[[ServingJob], bool] = lambda job: True, *, but_of: Collection[str] = ()
     ) -> tuple[ServingJob, Weights] | None:
-        """The next job, with its variant, which is to be given back; None if there is none that can begin now.
-
-        Args:
-            can_begin: whether there is room for a job.
-            but_of: clients that have no turn now.
-        """
+        """The next job, with its variant, which is to be given back; None if there is none that can begin now."""
         while not self._is_blocked and (job := self.waiting.take(but_of=but_of)) is not None:
             if job.over:
                 continue
@@ -264,10 +240,6 @@ def failure(variant: str, error: Exception) -> ServingError:
 
 
 def check_finite(variant: str, logits: Tensor) -> None:
-    """Refuse logits without a largest one.
-
-    Raises:
-        ServingError: one of them is no number, or infinite.
-    """
+    """Refuse, with a ServingError, logits of which one is no number, or infinite."""
     if not logits.amax().isfinite():
         raise ServingError(f"variant {variant!r} gives no finite answer to this request")

@@ -1,7 +1,11 @@
-"""Texts to tokens, and tokens to text.
+"""Texts to tokens, the choice of an answer's next token, and tokens to text.
 
 Tokenizing takes a time that the model's room bounds: no text has more characters than are likely to fit. An answer's
 tokens become text in whole characters that ends before a stop.
+
+Log-probabilities are of the model's own distribution, before penalties, temperature, top-k and top-p, as OpenAI's API
+and vLLM (its mode `raw_logprobs`) tell them. So they are a function of the variant and the text alone, whatever was
+asked of the draw.
 """
 
 from __future__ import annotations
@@ -13,18 +17,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fedpriv.learning.data import ROLES, records
 from fedpriv.learning.data.chat import RESPONSE_MASK, ChatFormat
-from fedpriv.models.serving.requests import ServingError, Tokens, TooLongError
+from fedpriv.models.serving.requests import Generate, ScoredToken, ServingError, Tokens, TooLongError
 
 log = logging.getLogger(__name__)
 
 # Of a text, for each token that there is room for. English has four to five.
 _CHARACTERS_PER_TOKEN = 16
+
 # Words at the end of a text that its continuation may change: tokenizers look a word ahead, and at white space two.
 _UNSETTLED = 3
+
 # Tokens: of a chat that is not cut here.
 _NO_LIMIT = 2**30
+
+# What a tokenizer writes for bytes that are no whole character, and the most tokens that may make one.
+_INCOMPLETE = "\ufffd"
+
+_MOST_PENDING = 16
+
+# Tokens of the prompt before an answer's first: some tokenizers write no space before the first of a text.
+_CONTEXT = 4
+
+# JSON has no infinity; OpenAI's API writes this where a token is impossible.
+_IMPOSSIBLE = -9999.0
 
 
 class Tokenizing:
@@ -34,11 +54,7 @@ class Tokenizing:
         tokenizer: a transformers tokenizer; this object changes its settings.
         model_name: to show in errors.
         chat: how the model's run put prompts to it.
-        max_tokens: of a text.
         cuts: whether a text is cut there, as in training, and not refused.
-
-    Attributes:
-        most_characters: that are tokenised of a text or chat.
     """
 
     def __init__(
@@ -120,19 +136,10 @@ def _prompt(chat: ChatFormat, tokenizer: Any, text: str) -> Tokens:
     return tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])
 
 
-# What a tokenizer writes for bytes that are no whole character, and the most tokens that may make one.
-_INCOMPLETE = "\ufffd"
-_MOST_PENDING = 16
-
-# Tokens of the prompt before an answer's first: some tokenizers write no space before the first of a text.
-_CONTEXT = 4
-
-
 class Text:
     """An answer's text as its tokens come; gives only what no later token can change or take back.
 
     Args:
-        tokenizer: of transformers.
         prompt: tokens before the answer.
         stop: texts before which the answer ends; empty ones never occur.
 
@@ -190,3 +197,85 @@ def _overlap(text: str, stop: str) -> int:
     """Characters at the end of a text that are the beginning of a stop text, but not all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+def generator_of(request: Generate) -> torch.Generator:
+    """The source of a request's draws, which no other request has."""
+    generator = torch.Generator()
+    if request.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(request.seed % 2**63)
+    return generator
+
+
+def penalized(logits: Tensor, said: Sequence[int], request: Generate) -> Tensor:
+    """The logits less what tokens pay that the answer holds already; the same tensor where there is nothing to pay.
+
+    A token that was said c >= 1 times pays c frequency_penalty + presence_penalty, as OpenAI's API defines it.
+
+    Args:
+        logits: [vocabulary].
+        said: the answer's tokens so far, without its prompt.
+    """
+    if not said or not (request.presence_penalty or request.frequency_penalty):
+        return logits
+    tokens, counts = torch.tensor(said).unique(return_counts=True)
+    found = logits.clone()
+    found[tokens] -= counts * request.frequency_penalty + request.presence_penalty
+    return found
+
+
+def next_token(logits: Tensor, request: Generate, generator: torch.Generator) -> int:
+    """The most likely token, or one drawn from the `top_k` likeliest, and of these from the least set of likely tokens
+    that has the probability `top_p` among them.
+
+    Args:
+        logits: float32 [vocabulary], on the CPU.
+        generator: of the request; a greedy choice leaves it as it is.
+
+    Source: Holtzman et al. 2020, section 3.1.
+    """
+    if request.temperature == 0:
+        return int(logits.argmax())
+    candidates = None
+    if 0 < request.top_k < len(logits):
+        logits, candidates = logits.topk(request.top_k)
+    # The largest is subtracted first: a temperature near zero then makes zeros of the others and no infinity.
+    probabilities = ((logits.double() - logits.max()) / request.temperature).softmax(dim=0)
+    if request.top_p < 1:
+        ordered, places = probabilities.sort(descending=True, stable=True)
+        ordered[ordered.cumsum(dim=0) - ordered >= request.top_p] = 0
+        probabilities, candidates = ordered, places if candidates is None else candidates[places]
+    drawn = int(torch.multinomial(probabilities, 1, generator=generator))
+    return drawn if candidates is None else int(candidates[drawn])
+
+
+def scored(logits: Tensor, token: int, offset: int, num_alternatives: int, texts: TokenTexts) -> ScoredToken:
+    """A token with its log-probability and those of the likeliest tokens, the chosen one among them if it is one."""
+    log_probabilities = logits.double().log_softmax(dim=0)
+    values, tokens = log_probabilities.topk(min(num_alternatives, len(logits)))
+    return ScoredToken(
+        text=texts[token],
+        log_probability=max(float(log_probabilities[token]), _IMPOSSIBLE),
+        offset=offset,
+        alternatives=tuple(
+            (texts[other], max(value, _IMPOSSIBLE))
+            for value, other in zip(values.tolist(), tokens.tolist(), strict=True)
+        ),
+    )
+
+
+class TokenTexts(dict[int, str]):
+    """{token: its text behind another token}, special ones as they are written; each is found when it is asked for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        # Behind itself: some tokenizers write no space before the first token of a text.
+        alone, twice = (self._tokenizer.decode([token] * times, clean_up_tokenization_spaces=False) for times in (1, 2))
+        text: str = twice[len(alone) :]
+        self[token] = text
+        return text

@@ -42,7 +42,6 @@ class _OfTexts:
     """Texts for one variant.
 
     Attributes:
-        variant: its name.
         texts: tokens of each; at least one.
         client: who asks; clients take turns, whatever their number of requests. Empty where it is the only one.
     """
@@ -65,7 +64,6 @@ class Generate:
     """A prompt to be continued by one variant.
 
     Attributes:
-        variant: its name.
         prompt: tokens, at least one.
         max_new_tokens: >= 1.
         temperature: >= 0; 0 takes the most likely token.
@@ -100,7 +98,6 @@ class Classified:
 
     Attributes:
         probabilities: of every label, for each text.
-        num_tokens: of all texts.
     """
 
     probabilities: tuple[tuple[float, ...], ...]
@@ -113,7 +110,6 @@ class Embedded:
 
     Attributes:
         vectors: float32 [texts, hidden], of length 1: as the variant pools the text for its own head.
-        num_tokens: of all texts.
     """
 
     vectors: NDArray[np.float32]
@@ -182,12 +178,9 @@ class Statistics:
 
     Attributes:
         num_waiting: requests that no pass has begun with.
-        num_passes: of the frozen base.
         num_rows: of all passes, without padding rows: num_rows / num_passes is the mean batch.
         num_variants_of_passes: different variants, summed over passes.
         hits, misses: whether the variant of a request was in memory.
-        bytes_in_memory: of the variants that are in memory.
-        bytes_read: of variants, from the disk.
     """
 
     num_waiting: int = 0
@@ -205,7 +198,6 @@ class EngineLimits:
     """Bounds of a server's engine; all >= 1.
 
     Attributes:
-        memory_bytes: of the variants in memory.
         waiting: requests that no pass has begun with.
         rows: of a pass.
         pass_tokens: of a pass, with padding; a longer text has a pass of its own.

@@ -43,11 +43,8 @@ def open_serving(
     """The variants in the folder of a run or in a store, ready to answer.
 
     Args:
-        source: see `sources.find`.
-        memory_bytes: of the variants in memory.
         max_waiting: requests that no pass has begun with.
         base_dtype: of the frozen base; `auto` leaves it to the run's configuration.
-        model: the base, see `sources.find`.
 
     Raises:
         InputError, StoreError: the source cannot be served; see `sources.find` and `sources.load`.
@@ -62,18 +59,14 @@ class Scheduler:
     """Answers requests for the variants of one model.
 
     Args:
-        source: of the variants.
         loaded: their base, which belongs to this scheduler from now on.
-        limits: of what it takes on.
 
     Attributes:
         names: of the variants, `global` first where there is one, and last `BASE`, unless a variant has that name or
             the base can do nothing by itself.
         has_base: whether `BASE` is among them and means the base.
-        task: what they do.
         labels: of a classifier, in the order of its probabilities; none for a causal model.
         embeds: whether they turn texts into vectors.
-        model_name: of the base.
         origin: the folder that the variants are read from, for people.
         max_tokens: that a prompt and its answer may have together, or a text to classify.
         encode, encode_chat: the tokens of a text, and of a chat up to its answer; see `Tokenizing`.
@@ -116,7 +109,6 @@ class Scheduler:
         """Put a request with those that wait; passes take up rows of all variants as they come.
 
         Args:
-            request: for a model of the right task.
             on_event: is told each event, in order, from the engine's thread; must return at once and raise nothing.
 
         Raises, before it waits:
@@ -201,11 +193,7 @@ class Ticket:
 
 
 def _checked(request: Generate) -> int:
-    """The most tokens of the answer.
-
-    Raises:
-        ServingError: the request cannot be drawn as it says.
-    """
+    """The most tokens of the answer."""
     if request.max_new_tokens < 1:
         raise ServingError(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")
     if not 0 <= request.temperature < float("inf"):

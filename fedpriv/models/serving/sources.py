@@ -1,18 +1,18 @@
 """Sources of variants and their base: the folder of a run, or a store of deduplicated variants.
 
-Variants are read into memory when they are asked for, and the least recently used ones are given up for others.
+Variants are read into bounded memory when they are asked for, and those used longest ago are given up for others.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -29,10 +29,18 @@ from fedpriv.models.publishing.saved import GLOBAL, SavedVariant
 from fedpriv.models.serving._engine import Weights
 from fedpriv.models.serving.requests import DamagedVariantError, ServingError, UnknownVariantError
 from fedpriv.models.variants import is_store
-from fedpriv.models.variants.cache import BoundedCache, CacheStatistics, NoRoomError
-from fedpriv.models.variants.kept import VariantFolders, readers_of
+from fedpriv.models.variants.folders import VariantFolders
 from fedpriv.models.variants.store import Store
+from fedpriv.models.variants.stored import readers_of
 from fedpriv.runs import RunFolder, files
+
+log = logging.getLogger(__name__)
+
+_Read = Callable[[int], Mapping[str, Tensor]]
+"""The tensors of a variant from the disk, given the most bytes that they may take: a small store may hold models of any
+size. Raises ServingError before it reads more, and any other exception if they are damaged."""
+
+Held = TypeVar("Held")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +49,6 @@ class Source:
 
     Attributes:
         like: the first that says how it is used; what it shares with the others is that of the model that is served.
-        config: of the run, for the device and the base's format.
         readers: of each variant, by name, in the order in which they are listed.
         origin: the folder that they are read from, for people.
     """
@@ -58,7 +65,6 @@ class LoadedBase:
 
     Attributes:
         model: with an adapter like the variants'.
-        tokenizer: of transformers.
         ends: tokens that end a causal model's answer.
     """
 
@@ -74,7 +80,6 @@ def find(path: Path, *, model: str = "") -> Source:
     before the run was resumed, from their own files.
 
     Args:
-        path: of the run's folder or of the store.
         model: the base; empty for the one that the run, or else a variant, names.
 
     Raises:
@@ -171,15 +176,7 @@ def _read(
     """The tensors of a variant, checked against their digests; see `_Read`.
 
     Args:
-        reader: has it.
-        name: of the variant.
-        run: the folder of its run.
         like: a variant whose uses this one must have.
-        most_bytes: of its tensors.
-
-    Raises:
-        ServingError: they take more memory than that.
-        Exception: they are not those that were described, or are used in another way than the others.
     """
     _check_room(name, reader.memory_bytes(name), most_bytes)
     own, expected = _shared(saved.of(reader, name, run, model=like.model)), _shared(like)
@@ -192,13 +189,6 @@ def _read(
     return {tensor: as_tensor(values) for tensor, values in tensors.items()}
 
 
-log = logging.getLogger(__name__)
-
-_Read = Callable[[int], Mapping[str, Tensor]]
-"""The tensors of a variant from the disk, given the most bytes that they may take: a small store may hold models of any
-size. Raises ServingError before it reads more, and any other exception if they are damaged."""
-
-
 class VariantMemory:
     """Variants in bounded memory. Not thread-safe, except that `statistics` may be read from any thread.
 
@@ -208,7 +198,6 @@ class VariantMemory:
     Args:
         readers: by the variant's name; names come from requests and are looked up here and nowhere else.
         weights: turns a variant's name and tensors into what passes use; raises ValueError if they do not fit.
-        memory_bytes: of all variants in memory together.
     """
 
     def __init__(
@@ -227,7 +216,6 @@ class VariantMemory:
         """A variant, which stays in memory until `give_back` was called as often as this.
 
         Args:
-            name: of the variant.
             again: whether the request has had it before, and is counted already.
 
         Raises:
@@ -283,3 +271,87 @@ def _check_room(name: str, num_bytes: int, most_bytes: int) -> None:
 
 def _bytes_of(variants: Iterable[Weights]) -> int:
     return sum(weights.num_bytes for weights in variants)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStatistics:
+    """Counts of a cache's work so far.
+
+    Attributes:
+        hits: requests for variants that were in memory.
+        misses: requests for which something was read.
+        bytes_in_memory: of the variants in memory; what several have in common counts once.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    bytes_in_memory: int = 0
+
+
+class NoRoomError(RuntimeError):
+    """Variants in use leave no room now; there will be some when they are given back."""
+
+
+class BoundedCache(Generic[Held]):
+    """Variants in memory by their last use. Not thread-safe, but any thread may read `statistics`."""
+
+    def __init__(self, num_bytes: Callable[[Collection[Held]], int]) -> None:
+        self._num_bytes = num_bytes
+        self._held: OrderedDict[str, Held] = OrderedDict()
+        self.statistics = CacheStatistics()
+
+    @property
+    def names(self) -> list[str]:
+        """The variants in memory, least recently used first."""
+        return list(self._held)
+
+    @property
+    def held(self) -> Collection[Held]:
+        """The memory of each of them."""
+        return self._held.values()
+
+    def get(self, name: str) -> Held | None:
+        """The memory of a variant; None if it is not held."""
+        return self._held.get(name)
+
+    def keep(self, name: str, held: Held, *, bytes_read: int, again: bool = False) -> None:
+        """Hold a variant as the one that was used last, and count the request for it.
+
+        Args:
+            bytes_read: for this request; 0 is a hit.
+            again: whether the request has had the variant before, and is counted already.
+        """
+        before, is_new = self.statistics, self._held.get(name) is not held
+        self._held[name] = held
+        self._held.move_to_end(name)
+        self.statistics = CacheStatistics(
+            hits=before.hits + (not bytes_read and not again),
+            misses=before.misses + (bool(bytes_read) and not again),
+            bytes_read=before.bytes_read + bytes_read,
+            bytes_in_memory=self._num_bytes(self._held.values()) if is_new else before.bytes_in_memory,
+        )
+
+    def make_room(self, attempt: Callable[[], Held | None], *, in_use: Iterable[str]) -> Held:
+        """The first result of the attempt that is not None; after each other, the variant used longest ago is given up.
+
+        Raises:
+            NoRoomError: all variants that are left are in use.
+        """
+        kept = set(in_use)
+        while (found := attempt()) is None:
+            oldest = next((name for name in self._held if name not in kept), None)
+            if oldest is None:
+                raise NoRoomError
+            del self._held[oldest]
+        return found
+
+    def forget(self, name: str) -> None:
+        """Give up a variant, if it is held."""
+        self._held.pop(name, None)
+        self.statistics = replace(self.statistics, bytes_in_memory=self._num_bytes(self._held.values()))
+
+    def clear(self) -> None:
+        """Give up all variants."""
+        self._held.clear()
+        self.statistics = replace(self.statistics, bytes_in_memory=0)

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.models.variants._manifests import Manifest as Manifest
-    from fedpriv.models.variants._opening import is_store as is_store
+    from fedpriv.models.variants._folder import is_store as is_store
     from fedpriv.models.variants.blocks import BlockLayout as BlockLayout
+    from fedpriv.models.variants.blocks import Manifest as Manifest
     from fedpriv.models.variants.blocks import layout_of as layout_of
     from fedpriv.models.variants.composition import publication_cost as publication_cost
     from fedpriv.models.variants.folders import Described as Described
-    from fedpriv.models.variants.kept import StoredModel as StoredModel
-    from fedpriv.models.variants.kept import stored_models as stored_models
     from fedpriv.models.variants.store import Store as Store
+    from fedpriv.models.variants.stored import StoredModel as StoredModel
     from fedpriv.models.variants.stored import StoredVariants as StoredVariants
     from fedpriv.models.variants.stored import stored_in as stored_in
+    from fedpriv.models.variants.stored import stored_models as stored_models
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.models.variants._manifests import CATALOGUE, Manifest, array_sha256
+from fedpriv.models.variants.blocks import CATALOGUE, Manifest, array_sha256
 from fedpriv.models.variants.folders import Described, from_json, to_json
 
 FILE = "index.sqlite"
@@ -66,9 +66,7 @@ class State:
     Attributes:
         generation: of the file of blocks; every compaction starts a new one.
         block_size: values in a block; 0 before the first model.
-        dtype: of the blocks.
         num_rows: valid rows in this file.
-        next_block: the number of the next new block.
         catalogue: SHA-256 of the catalogue's rows.
     """
 
@@ -81,12 +79,10 @@ class State:
 
 
 class Index:
-    """An open index.
+    """An open index; what reads of it raises a ValueError of one line where it is damaged.
 
     Args:
-        file: of the index.
         is_new: make it, durably when this returns.
-        read_only: change nothing.
 
     Raises:
         ValueError: it is damaged or has another version; one line.
@@ -114,11 +110,7 @@ class Index:
 
     @contextmanager
     def reading(self) -> Iterator[State]:
-        """Read the state; within this context no writer replaces it.
-
-        Raises:
-            ValueError: it is damaged; one line.
-        """
+        """Read the state; within this context no writer replaces it."""
         self._db.execute("BEGIN")
         try:
             (*values, seal) = self._db.execute("SELECT * FROM state").fetchone() or [None]
@@ -134,11 +126,7 @@ class Index:
             self._db.rollback()
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of a model.
-
-        Raises:
-            ValueError: it is damaged, or was replaced since the state was read; one line.
-        """
+        """The manifest of a model; a ValueError also if it was replaced since the state was read."""
         return Manifest.from_json(self._checked(name, "manifest", self.models[name].manifest))
 
     def extras(self, name: str) -> bytes:
@@ -150,22 +138,14 @@ class Index:
         return self._content("SELECT extras FROM models WHERE name = ?", name)
 
     def basis(self, sha256: str) -> bytes:
-        """The file of a basis.
-
-        Raises:
-            ValueError: it is missing or damaged; one line.
-        """
+        """The file of a basis."""
         content = self._content("SELECT content FROM bases WHERE sha256 = ?", sha256)
         if hashlib.sha256(content).hexdigest() != sha256:
             raise ValueError(f"its basis {sha256[:12]} in {FILE} is damaged or missing")
         return content
 
     def description(self, manifest: Manifest) -> Described | None:
-        """The description of a model, with its uploads; None if none was stored.
-
-        Raises:
-            ValueError: an upload is damaged; one line.
-        """
+        """The description of a model, with its uploads; None if none was stored."""
         if manifest.described is None:
             return None
         kept = manifest.described
@@ -192,7 +172,6 @@ class Index:
         Args:
             state: afterwards; its catalogue's digest is found here.
             manifest: of the model, without description and basis.
-            extras: its extra tensors.
             catalogue: [n] of its new blocks, whose rows are on the disk.
             basis: the file of its basis, which is kept once; None without one.
             described: its description, kept where given.
@@ -239,11 +218,7 @@ class Index:
         self._db.execute("VACUUM")
 
     def upload_numbers(self, name: str) -> list[int]:
-        """The numbers of the uploads in a model's description.
-
-        Raises:
-            ValueError: its manifest is damaged; one line.
-        """
+        """The numbers of the uploads in a model's description."""
         kept = self.manifest(name).described or {}
         return [number for first, count in kept.get("uploads") or () for number in range(first, first + count)]
 
@@ -258,11 +233,7 @@ class Index:
         return sum(size for query in sizes for (size,) in self._db.execute(query))
 
     def num_bytes_of(self, name: str) -> int:
-        """The bytes in the index that the removal of a model alone frees.
-
-        Raises:
-            ValueError: a manifest is damaged; one line.
-        """
+        """The bytes in the index that the removal of a model alone frees."""
         query = "SELECT length(manifest) + length(extras) FROM models WHERE name = ?"
         (found,) = self._db.execute(query, (name,)).fetchone()
         others = [other for other in self.models if other != name]
@@ -393,11 +364,7 @@ def _texts_sha256(texts: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """[first, count] of each run of numbers that follow one another.
-
-    Args:
-        numbers: ascending.
-    """
+    """[first, count] of each run of numbers that follow one another."""
     runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     found = [[number for _, number in run] for _, run in runs]
     return [[run[0], len(run)] for run in found]

@@ -108,6 +108,9 @@ class History:
         return self.events if self.ancestors is None else _by_data_set(self.ancestors)
 
 
+_Named = TypeVar("_Named", Claim, History)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _DataSetCost:
     """The cost of publishing for the records of one data set.
@@ -152,9 +155,6 @@ class PublicationCost:
         )
 
 
-_Named = TypeVar("_Named", Claim, History)
-
-
 def basic(claims: Iterable[Claim]) -> Guarantee:
     """The guarantee of anything computed from these models, by basic composition of their claims.
 
@@ -193,7 +193,6 @@ def publication_cost(
         deltas: {data set: in (0, 1)}, at which all methods are compared. `basic` divides it among the histories.
         extra: {data set: further releases}: private validation, saliency on private data, private utilities.
         overlapping: sets of ids that may share records; the events of all ids in a set count for each of them.
-        accountant: that composes events.
 
     Raises:
         ValueError: a data set has no delta, two different variants have one name, two different uploads have one key,
@@ -248,11 +247,7 @@ def client_ancestors(
 
 
 def uploads_of(data_set: str, charged: Iterable[tuple[Key, Release]], view: View = "local") -> list[Upload]:
-    """A data set's uploads from the result of `Ledger.releases_of`, each with its event on the view.
-
-    Raises:
-        ValueError: the view does not hold for one of them.
-    """
+    """A data set's uploads from `Ledger.releases_of`, with their events; ValueError where the view does not hold."""
     return [
         Upload(data_set=data_set, run=key.run, round=key.round, request=key.request, event=release.seen_by(view))
         for key, release in charged

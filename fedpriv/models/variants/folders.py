@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors.numpy
@@ -88,11 +88,7 @@ def describe(folder: Path, described: Described) -> None:
 
 
 def read(folder: Path) -> Described:
-    """The description of a variant.
-
-    Raises:
-        InputError: the file is missing, or was not written by `describe`.
-    """
+    """The description of a variant; InputError if the file is missing, or was not written by `describe`."""
     path = folder / FILE
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -127,11 +123,7 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
 
 
 def num_bytes(folder: Path) -> int:
-    """The bytes of a variant's tensors, as the heads of their files say.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """The bytes of a variant's tensors, as the heads of their files say; OSError if a file cannot be read."""
     total = 0
     for file in _tensor_files(folder):
         with file.open("rb") as opened:  # a head begins with its own length, in eight bytes
@@ -224,3 +216,61 @@ def _upload(fields: Mapping[str, Any]) -> Upload:
 def _text(event: Event) -> str:
     """The event as JSON, kept: every variant of a run lists the uploads of all its clients."""
     return events.to_json(event)
+
+
+class KeptVariants(Protocol):
+    """Variants by name; a `fedpriv.models.variants.Store` is one reader of them, `VariantFolders` is the other.
+
+    Whatever takes a name raises an InputError or a StoreError if there is no such variant, or it is damaged.
+    """
+
+    @property
+    def names(self) -> list[str]:
+        """The variants that are whole, sorted."""
+
+    def describe(self, name: str) -> Described | None:
+        """The description that a variant was added with; None for one that was stored without any."""
+
+    def tensors(self, name: str) -> dict[str, NDArray[Any]]:
+        """A variant's tensors, checked against the digests that were kept with them."""
+
+    def memory_bytes(self, name: str) -> int:
+        """The memory that a variant's tensors take, which is told before they are read; OSError if a file cannot be."""
+
+    def sources(self, name: str) -> list[str]:
+        """The variant itself, and all whose values it may hold."""
+
+    def is_chosen_privately(self, name: str) -> bool:
+        """Whether private records decided which values of its sources it holds, which no upload tells of."""
+
+
+class VariantFolders:
+    """Variants in a folder each, under their folders' names; `path`, which holds them, may be missing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def names(self) -> list[str]:
+        """See `KeptVariants`; a folder with a description is whole, since the description is written last."""
+        return sorted(path.parent.name for path in self.path.glob(f"*/{FILE}"))
+
+    def describe(self, name: str) -> Described:
+        """See `KeptVariants`."""
+        return read(self.path / name)
+
+    def tensors(self, name: str) -> dict[str, NDArray[Any]]:
+        """See `KeptVariants`."""
+        return read_tensors(self.path / name)
+
+    def memory_bytes(self, name: str) -> int:
+        """See `KeptVariants`."""
+        return num_bytes(self.path / name)
+
+    def sources(self, name: str) -> list[str]:
+        """See `KeptVariants`; a variant in a folder of its own holds its own values alone."""
+        return [name]
+
+    def is_chosen_privately(self, name: str) -> bool:
+        """See `KeptVariants`."""
+        return False

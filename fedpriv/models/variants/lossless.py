@@ -69,11 +69,7 @@ class Reference:
         return _packed(_values_of(tensors, self.specs), self.values)
 
     def tensors(self, held: Mapping[str, NDArray[Any]]) -> Tensors:
-        """The tensors of a model of which `held` is what differs.
-
-        Raises:
-            ValueError: in one line, why it is not what `pack` returned.
-        """
+        """The tensors of a model of which `held` is what differs; ValueError, in one line, if it is not."""
         values, found = _unpacked(held, self.specs, self.values), {}
         for width, of_width in _by_width(self.specs).items():
             parts = np.split(values[width], np.cumsum([spec.size for spec in of_width]))[:-1]
@@ -87,11 +83,7 @@ class Reference:
 
     @classmethod
     def from_bytes(cls, content: bytes, layout: BlockLayout) -> Reference:
-        """The reference in such a file, of models of this layout.
-
-        Raises:
-            ValueError: in one line, why it is not.
-        """
+        """The reference in such a file, of models of this layout; ValueError, in one line, if it is none."""
         tensors = tensors_in(content)
         return cls(layout.tensors, _unpacked(tensors, layout.tensors, {}) if tensors else {})
 

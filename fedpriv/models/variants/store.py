@@ -27,16 +27,9 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.models.variants._index import FILE, MOST_BYTES, Digests, Index, State
-from fedpriv.models.variants._manifests import (
-    Manifest,
-    array_sha256,
-    number_blocks,
-    numbers_by_digest,
-    rows_of,
-)
-from fedpriv.models.variants._opening import (
+from fedpriv.models.variants._folder import (
     LOCK,
+    RowFile,
     check_folder,
     damaged_rows,
     damaged_tensors,
@@ -44,11 +37,21 @@ from fedpriv.models.variants._opening import (
     own_files,
     problems,
 )
-from fedpriv.models.variants._rows import RowFile
-from fedpriv.models.variants.blocks import BlockLayout, Tensors, layout_of, tensors_in
+from fedpriv.models.variants._index import FILE, MOST_BYTES, Digests, Index, State
+from fedpriv.models.variants.blocks import (
+    BlockLayout,
+    Manifest,
+    Tensors,
+    array_sha256,
+    layout_of,
+    number_blocks,
+    numbers_by_digest,
+    rows_of,
+    tensors_in,
+    utilities,
+)
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.lossless import Reference
-from fedpriv.models.variants.outcomes import utilities
 
 CHARGES_FILE = "charges.json"
 """A file that outlives the models of a store, for the charges of private records that validated them"""
@@ -60,7 +63,9 @@ _CHUNK = 1024
 class Store:
     """A store in a folder, open for one writer or for reading; a context manager.
 
-    A reader sees the store as it was when opened.
+    A reader sees the store as it was when opened. A method that takes the name of a model raises an InputError if there
+    is no such model, and a StoreError, which names what is affected, if what it needs of the model is damaged; one that
+    writes raises a StoreError too if the store cannot be written.
 
     Args:
         path: of the folder; created if missing, otherwise empty or a store.
@@ -117,11 +122,7 @@ class Store:
 
     @property
     def blocks(self) -> NDArray[Any]:
-        """[rows, block_size] of the store's dtype, mapped read-only; `rows` gives the row of a block.
-
-        Raises:
-            StoreError: the file is too short.
-        """
+        """[rows, block_size] of the store's dtype, mapped read-only; `rows` gives the row of a block."""
         if len(self._mapped) < self._index.state.num_rows:
             file = self._rows_file
             damage = file.damage(self._index.state.num_rows)
@@ -135,11 +136,7 @@ class Store:
         return np.bincount(np.concatenate([np.empty(0, np.int64), *used]), minlength=self._index.state.num_rows)
 
     def rows(self, blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """[k] The rows of blocks with the given numbers [k].
-
-        Raises:
-            InputError: no such block is stored.
-        """
+        """[k] The rows of blocks with the given numbers [k]; InputError if no such block is stored."""
         catalogue = self._catalogue
         rows = rows_of(catalogue, blocks)
         if (rows < 0).any():
@@ -147,12 +144,7 @@ class Store:
         return rows
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of a model: always the same object while the model is stored.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: its manifest is damaged.
-        """
+        """The manifest of a model: always the same object while the model is stored."""
         digests = self._digests(name)
         if digests not in self._manifests:
             with self._one_line_errors(name):
@@ -160,12 +152,7 @@ class Store:
         return self._manifests[digests]
 
     def extras(self, name: str) -> Tensors:
-        """The tensors of a model that are not cut into blocks.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: they are damaged.
-        """
+        """The tensors of a model that are not cut into blocks."""
         self._digests(name)
         with self._one_line_errors(name):
             return tensors_in(self._index.extras(name))
@@ -174,31 +161,17 @@ class Store:
         """The description that a model was added with, if any: its history, which tells its cost, and how it is used.
 
         What was stored may have taken blocks of other models; `sources` names these.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: its description is damaged.
         """
         manifest = self.manifest(name)
         with self._one_line_errors(name):
             return self._index.description(manifest)
 
     def memory_bytes(self, name: str) -> int:
-        """The memory that a model's tensors take, as its layout says; nothing of them is read.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: its manifest is damaged.
-        """
+        """The memory that a model's tensors take, as its layout says; nothing of them is read."""
         return self.manifest(name).layout.num_bytes
 
     def sources(self, name: str) -> list[str]:
-        """The model itself, and all whose values it may hold, directly or indirectly, as its provenance says.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: a manifest is damaged.
-        """
+        """The model itself, and all whose values it may hold, directly or indirectly, as its provenance says."""
         found, waiting = [name], list(self.manifest(name).bases)
         while waiting:
             other = waiting.pop(0)
@@ -208,22 +181,12 @@ class Store:
         return found
 
     def is_chosen_privately(self, name: str) -> bool:
-        """Whether private records decided which values of its sources a model holds, which no upload tells of.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: a manifest is damaged.
-        """
+        """Whether private records decided which values of its sources a model holds, which no upload tells of."""
         known = [self.manifest(each) for each in self.sources(name) if each in self._index.models]
         return any(each.bases and utilities(each.outcome) is None for each in known)
 
     def tensors(self, name: str) -> Tensors:
-        """The model's tensors: bit for bit as they were added, or as its basis restores them.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: a block, a basis or a file of it is damaged; names model, and tensor or file.
-        """
+        """The model's tensors: bit for bit as they were added, or as its basis restores them."""
         manifest, extras = self.manifest(name), self.extras(name)
         if manifest.basis is not None:
             with self._one_line_errors(name):
@@ -260,7 +223,6 @@ class Store:
             values: [num_blocks, block_size], of its blocks; or the basis that it is restored from, which is stored once
                 for all its models.
             extras: the extra tensors of the layout; with a basis, what the basis restores the model from.
-            described: see `describe`.
             privacy: plain values, kept as they are.
             provenance: plain values, kept as they are; `bases` are the models whose values it may hold.
 
@@ -314,12 +276,7 @@ class Store:
             self._index.add(after, manifest, content, numbered.catalogue, basis=basis, described=described)
 
     def remove(self, *names: str) -> None:
-        """Remove models, all or none; blocks that others use stay, and the space of the rest is freed by `compact`.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: the store is damaged, or cannot be written.
-        """
+        """Remove models, all or none; blocks that others use stay, and the space of the rest is freed by `compact`."""
         self._check_writable()
         for name in names:
             self._digests(name)
@@ -364,12 +321,7 @@ class Store:
             return self._index.num_bytes() + (file.stat().st_size if file.exists() else 0)
 
     def num_bytes_of(self, name: str) -> int:
-        """The bytes that the removal of a model alone frees, its blocks not counted.
-
-        Raises:
-            InputError: there is no such model.
-            StoreError: a manifest is damaged.
-        """
+        """The bytes that the removal of a model alone frees, its blocks not counted."""
         self._digests(name)
         with self._one_line_errors():
             return self._index.num_bytes_of(name)
@@ -385,11 +337,7 @@ class Store:
         return self.bytes_stored / self.bytes_logical if self.bytes_logical else 1.0
 
     def check_blocks(self, name: str, layout: BlockLayout) -> None:
-        """Refuse a model whose blocks are not of the size and dtype of those that are stored.
-
-        Raises:
-            InputError: they are not.
-        """
+        """Refuse, with an InputError, a model whose blocks are not of the size and dtype of those that are stored."""
         known = self._index.state.block_size, self._index.state.dtype
         if known[0] and known != (layout.block_size, layout.dtype):
             raise InputError(
@@ -414,7 +362,6 @@ class Store:
         self.check_blocks(name, layout)
 
     def _check_writable(self) -> None:
-        """Refuse to proceed without the lock."""
         if self._writer is None:
             raise StoreError(f"{self.path}: not open for writing")
 
@@ -492,5 +439,4 @@ class Store:
 
 
 def _rows_file(path: Path, state: State) -> RowFile:
-    """The file of a store's blocks."""
     return RowFile(path / f"blocks.{state.generation}.npy", np.dtype(state.dtype), (state.block_size,))

@@ -1,15 +1,31 @@
-"""The deduplicated variants of a run: what they saved and cost, as tables for the report and the terminal."""
+"""The contents of a store: its models, what deduplication saved and cost, as tables for the report and the terminal.
+
+A model that others name as their base cannot be removed from a store alone. Of a damaged store all raise StoreError.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from fedpriv.models.variants.outcomes import is_accuracy, perplexity, utilities
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpriv.errors import InputError, StoreError
+from fedpriv.models.variants._folder import is_store
+from fedpriv.models.variants.blocks import (
+    CATALOGUE,
+    accuracy_after,
+    is_accuracy,
+    perplexity,
+    perplexity_after,
+    utilities,
+)
+from fedpriv.models.variants.folders import VariantFolders
 from fedpriv.models.variants.store import Store
 from fedpriv.runs import files, parse_epsilon
 from fedpriv.runs.figures import MISSING, format_bound, format_bytes, format_delta, format_percent
@@ -19,11 +35,36 @@ _MOST_NAMES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model of a store.
+
+    Attributes:
+        bytes_own: that its removal and a compaction would free: its files, and the blocks or the basis that no
+            other model uses.
+        num_shared: of these, positions whose block another model uses too.
+        epsilon_before, epsilon_after: see `fedpriv.models.dedup.work.Outcome`; None if it was not deduplicated.
+        accuracy, perplexity: on the validation records; None of what is not measured, if these are private, or if it
+            was not deduplicated.
+        bases: whose blocks it may hold.
+    """
+
+    name: str
+    bytes_own: int
+    num_blocks: int
+    num_shared: int
+    epsilon_before: float | None
+    epsilon_after: float | None
+    accuracy: float | None
+    perplexity: float | None
+    bases: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoredVariants:
     """The variants in a store.
 
     Attributes:
-        outcomes: one for each variant: what deduplication did to it, under the names of `dedup.outcomes.Outcome`.
+        outcomes: one for each variant: what deduplication did to it, under the names of `dedup.work.Outcome`.
         lossless: whether all are stored without loss.
         bytes_stored: of all variants, each shared block once.
         bytes_logical: of all variants as plain files.
@@ -60,7 +101,7 @@ class StoredVariants:
                 _others(outcome["bases"]),
                 "its own values" if self.lossless else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
                 *_utilities(outcome),
-                _limit(outcome.get("loss_limit")),
+                MISSING if outcome.get("loss_limit") is None else format_bound(max(0.0, outcome["loss_limit"])),
                 format_bound(outcome["epsilon_before"]),
                 format_bound(outcome["epsilon_after"]),
                 format_bound(outcome["epsilons"].get("basic")),
@@ -90,11 +131,7 @@ class StoredVariants:
         return TextTable(caption=f"What {num_variants} variants take", headers=("stored as", "bytes"), rows=rows)
 
     def closing_table(self, base_bytes: int | None) -> TextTable:
-        """The savings of deduplication and their cost, in a few rows.
-
-        Args:
-            base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
-        """
+        """The savings of deduplication and their cost, in a few rows."""
         num, logical, shared = len(self.outcomes), self.bytes_logical, self.bytes_stored
         sizes = [("adapters", logical, shared, "")]
         if base_bytes is not None:
@@ -111,11 +148,7 @@ class StoredVariants:
 
 
 def stored_in(run_dir: Path) -> StoredVariants | None:
-    """The variants in the run's store; None without one, or if nothing in it comes from deduplication.
-
-    Raises:
-        StoreError: it is damaged or in use.
-    """
+    """The variants in the run's store; None without one, or if nothing in it comes from deduplication."""
     if not (run_dir / files.STORE).is_dir():
         return None
     with Store(run_dir / files.STORE, read_only=True) as store:
@@ -164,10 +197,6 @@ def _largest_fall(outcomes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return name, *_utilities(most), most["name"]
 
 
-def _limit(loss: float | None) -> str:
-    return MISSING if loss is None else format_bound(max(0.0, loss))
-
-
 def _utilities(outcome: Mapping[str, Any]) -> tuple[str, str]:
     """Accuracy or perplexity before and after."""
     found = utilities(outcome)
@@ -175,3 +204,92 @@ def _utilities(outcome: Mapping[str, Any]) -> tuple[str, str]:
         return MISSING, MISSING
     texts = [format_percent(each) if is_accuracy(outcome) else f"{perplexity(each):.2f}" for each in found]
     return texts[0], texts[1]
+
+
+def stored_models(store: Store) -> list[StoredModel]:
+    """All models of a store, in the order of their names; blocks are not read."""
+    counts = store.reference_counts
+    return [_stored_model(store, name, counts) for name in store.names]
+
+
+def remove(store: Store, names: Collection[str]) -> None:
+    """Remove models; the space of blocks that no other model uses is freed by `Store.compact`.
+
+    Every model that stays can be restored as before. But its epsilon counts the bases that its provenance names, and
+    can be checked only as long as these are known; and a name that becomes free may be given to another model, which
+    would make that provenance a false statement. So a base goes no earlier than the models that name it.
+
+    Args:
+        names: of the models, which go all at once, so that an interruption leaves a store in which all named bases are
+            present.
+
+    Raises:
+        InputError: one is not stored, or is a base of a model that would stay.
+        StoreError: the store is damaged, or cannot be written.
+    """
+    for name in names:
+        store.manifest(name)
+    bases = {name: store.manifest(name).bases for name in store.names}
+    for name in sorted(names):
+        if users := [other for other in bases if name in bases[other] and other not in names]:
+            raise InputError(
+                f"name = {name!r}: is a base of {', '.join(users)}, whose epsilon counts it; remove these as well"
+            )
+    store.remove(*names)
+
+
+def kept_for_others(store: Store, names: Collection[str]) -> dict[str, list[str]]:
+    """{one of these names: the stored models that are restored with its values, which stay as long as they do}."""
+    references = {name: store.manifest(name).provenance.get("reference") for name in store.names}
+    found = {name: [other for other, of in references.items() if of == name != other] for name in names}
+    return {name: others for name, others in found.items() if others}
+
+
+def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredModel:
+    manifest = store.manifest(name)
+    rows = store.rows(manifest.blocks)
+    own_rows, own_counts = np.unique(rows, return_counts=True)
+    only_here = own_rows[counts[own_rows] == own_counts]
+    outcome = manifest.outcome
+    row_bytes = manifest.layout.block_size * np.dtype(manifest.layout.dtype).itemsize + CATALOGUE.itemsize
+    return StoredModel(
+        name=name,
+        bytes_own=store.num_bytes_of(name) + len(only_here) * row_bytes,
+        num_blocks=len(rows),
+        num_shared=int((~np.isin(rows, only_here)).sum()),
+        epsilon_before=outcome.get("epsilon_before"),
+        epsilon_after=outcome.get("epsilon_after"),
+        accuracy=accuracy_after(outcome),
+        perplexity=perplexity_after(outcome),
+        bases=manifest.bases,
+    )
+
+
+def readers_of(own: Path, store: Path) -> dict[str, VariantFolders | Store]:
+    """{variant of a run, sorted: the reader that has it as it is now}.
+
+    A store may be older than a run that was resumed; then the variant in the folder descends from further uploads.
+
+    Args:
+        own: the folder of those that have folders of their own; may be missing.
+        store: the folder of the store; may be missing.
+
+    Raises:
+        StoreError: the store is damaged as a whole.
+    """
+    in_folders = VariantFolders(own)
+    found: dict[str, VariantFolders | Store] = dict.fromkeys(in_folders.names, in_folders)
+    if is_store(store):
+        stored = Store(store, read_only=True)
+        found |= {name: stored for name in stored.names if name not in found or not _is_older(stored, in_folders, name)}
+    return dict(sorted(found.items()))
+
+
+def _is_older(store: Store, own: VariantFolders, name: str) -> bool:
+    """Whether the folder's variant descends from an upload from which the store's does not."""
+    try:
+        stored, ancestors = store.describe(name), own.describe(name).history.ancestors
+    except (InputError, StoreError):  # one is damaged: the store's is what there is, or what is refused
+        return False
+    known = stored.history.ancestors if stored else None
+    return ancestors is not None and known is not None and not ancestors <= known

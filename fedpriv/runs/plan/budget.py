@@ -110,7 +110,6 @@ class Setting:
             epsilon: that each client may spend, > 0.
             view: who may learn no more than that: the server, or those who see only sums; unless `min_clients` is
                 given, these are of all clients.
-            keys: of the configuration.
 
         Raises:
             InputError: a value is out of range.
@@ -173,11 +172,7 @@ class Setting:
         return sum(self.sizes) * max(1, self.config.most_of_a_person)
 
     def seconds(self, records_per_second: float) -> float:
-        """The seconds that the passes take, one after the other.
-
-        Raises:
-            InputError: records_per_second is not finite and > 0.
-        """
+        """The seconds that the passes take, one after the other; InputError if the speed is not finite and > 0."""
         _check_positive("records_per_second", records_per_second)
         return self.record_passes / records_per_second
 
@@ -192,7 +187,6 @@ class ClientCost:
 
     Attributes:
         num_records: N_k, of persons where these are the unit.
-        delta: at which the epsilons hold.
         share: rho_k, the weight of its upload.
         epsilon_local: against the server, if it sees every upload.
         epsilon_rho: by the DP-LoRA paper's Theorem 1.
@@ -344,11 +338,7 @@ def _plan(setting: Setting) -> Plan:
 
 @lru_cache(maxsize=64)
 def lora_choice(setting: Setting) -> tuple[Setting, str]:
-    """The setting that `train = auto` stands for, and why.
-
-    Raises:
-        InputError: no noise meets the budget.
-    """
+    """The setting that `train = auto` stands for, and why; InputError if no noise meets the budget."""
     if setting.config.train != "auto":
         of_r = setting.num_lora_values
         if setting.config.rule.trains == "lora-r":
@@ -386,10 +376,7 @@ def alternatives(setting: Setting) -> dict[str, Plan]:
             others["uploads seen by the server"] = seen
         elif num_clients >= num_readers(config.colluding_clients) + 2:
             hidden = setting.changed(
-                privacy_view="aggregate",
-                secure_aggregation=True,
-                min_clients=num_clients,
-                mechanism=FOR_SUMS,
+                privacy_view="aggregate", secure_aggregation=True, min_clients=num_clients, mechanism=FOR_SUMS
             )
             others["secure aggregation"] = hidden
     return {name: plan(other) for name, other in others.items()}
@@ -399,7 +386,6 @@ def fitted(setting: Setting, *, seconds: float, records_per_second: float) -> tu
     """The setting with as much of LoRA, then of full batches, as the time allows; and what was left out.
 
     Args:
-        setting: without a limit of time.
         seconds: for the passes of all clients, one after the other, > 0.
         records_per_second: that pass through the model, > 0.
 

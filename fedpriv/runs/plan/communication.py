@@ -53,7 +53,6 @@ class ModelShape:
     """The properties of a model that the count needs.
 
     Attributes:
-        name: as the user gave it.
         total_parameters: of all parameters, tied ones counted once.
         hidden_size: n of the paper's formula.
         layers: {dotted name: (inputs, outputs)} of every linear layer, including a head.
@@ -208,7 +207,6 @@ def count(
     """The bytes that a federation sends if every client takes part in every round.
 
     Args:
-        shape: of the base model.
         rank: of the adapter, >= 1.
         num_clients: >= 1.
         num_rounds: >= 1.

@@ -37,6 +37,12 @@ _GUESSES = 3
 # Torch, transformers and peft in a process, less than this; a CUDA context takes about as much on the GPU.
 PROCESS_BYTES = 750 * 10**6
 
+# Records of the largest pass that is counted where larger ones can be told from it.
+_MOST_COUNTED = 32
+
+# A vocabulary whose logits weigh nothing.
+_FEW_TOKENS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySetting:
@@ -51,7 +57,6 @@ class MemorySetting:
         layers: `all`, `last-N` or indices.
         batch: records that pass at once, >= 1. A larger batch passes in several parts, to the same sum.
         max_length: tokens of each record, >= 2.
-        activation_checkpointing: whether trained layers run again in the backward pass.
         device: `cpu` or `cuda`; on a CPU a base in bfloat16 computes attention product by product.
 
     Raises:
@@ -85,10 +90,7 @@ class MemoryPlan:
     """The memory that a setting needs, in bytes.
 
     Attributes:
-        setting: as asked for.
         num_parameters: of the model, without the adapter; tied ones once.
-        num_trained: d, of the adapter.
-        base: frozen weights.
         adapter: the trained values, their start, sums in float64, noise and optimizer state.
         gradients: the batch's per-sample gradients, and once more in rows.
         cache_per_1000_records: states below the first trained layer, of records of `max_length` tokens; zero if the
@@ -125,11 +127,7 @@ class MemoryPlan:
 
 
 def memory_plan(setting: MemorySetting) -> MemoryPlan:
-    """The memory that the setting needs.
-
-    Raises:
-        InputError: there is no such model, it is not a causal language model, or it lacks a layer.
-    """
+    """The memory that the setting needs; InputError if its model is unknown, not causal, or lacks a layer."""
     model = _model_for(setting)
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and setting.max_length > positions:
@@ -138,7 +136,8 @@ def memory_plan(setting: MemorySetting) -> MemoryPlan:
     prefix = find_prefix(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     width = model.config.get_text_config().hidden_size
-    states = 1000 * setting.max_length * width * _bytes_of_base(setting) if prefix else 0
+    value_bytes = 4 if setting.bits == 32 else 2  # in the format that the base computes in
+    states = 1000 * setting.max_length * width * value_bytes if prefix else 0
     return MemoryPlan(
         setting=setting,
         num_parameters=sum(p.numel() for p in frozen.values()),
@@ -190,34 +189,18 @@ def _largest(needed: Callable[[int], int], memory: float, start: int) -> int:
     return max((number for number, need in points if need <= memory), default=0)
 
 
-# Records of the largest pass that is counted where larger ones can be told from it.
-_MOST_COUNTED = 32
-
-# A vocabulary whose logits weigh nothing.
-_FEW_TOKENS = 8
-
-
 @lru_cache(maxsize=256)
 def _pass_bytes(setting: MemorySetting, vocabulary: int | None = None) -> int:
     """Bytes that a pass holds at once in addition to base and adapter."""
     model = _model_for(setting, vocabulary)
     peak = peak_of_pass(
-        model,
-        rows=setting.batch,
-        tokens=setting.max_length,
-        activation_checkpointing=setting.activation_checkpointing,
+        model, rows=setting.batch, tokens=setting.max_length, activation_checkpointing=setting.activation_checkpointing
     )
     # One layer's weights at a time are multiplied in bfloat16.
     return peak + (2 * max(p.numel() for p in _in_layers(model)) if setting.bits == 4 else 0)
 
 
-def _bytes_of_base(setting: MemorySetting) -> int:
-    """Bytes of a value in the format that the base computes in."""
-    return 4 if setting.bits == 32 else 2
-
-
 def _base_bytes(model: Any, bits: int) -> int:
-    """Bytes of the frozen weights."""
     total = sum(p.numel() for p in frozen_base(model).values())
     if bits != 4:
         return total * bits // 8
@@ -325,9 +308,6 @@ def _configuration(name: str) -> Any:
     Args:
         name: a local folder with a config.json, the path of a GGUF file, else one of `_CONFIGURATIONS` (its last part
             will do), else a model on the Hub, from which only the configuration is fetched.
-
-    Raises:
-        InputError: there is no such model.
     """
     from transformers import AutoConfig
 

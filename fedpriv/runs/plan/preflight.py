@@ -133,11 +133,7 @@ def objections_to_aggregate(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_clients(config: RunConfig, num_clients: int) -> None:
-    """Refuse keys that do not fit so many clients.
-
-    Raises:
-        InputError: names the key, the value and what would be right.
-    """
+    """Refuse, with an InputError that names the key, values that do not fit so many clients."""
     if len(config.budget_epsilon) not in (0, 1, num_clients):
         raise InputError(
             f"budget_epsilon = {list(config.budget_epsilon)}: has {len(config.budget_epsilon)} entries for "

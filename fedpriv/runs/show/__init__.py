@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._result import Run as Run
     from fedpriv.runs.show._result import open_run as open_run
     from fedpriv.runs.show._result import page_part as page_part
+    from fedpriv.runs.show._sweeps import watch as watch
     from fedpriv.runs.show._tables import TextTable as TextTable
     from fedpriv.runs.show._tables import accuracy_table as accuracy_table
     from fedpriv.runs.show._tables import changes as changes
@@ -34,10 +35,9 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._terminal import show_status as show_status
     from fedpriv.runs.show._tracker import check_installed as check_installed
     from fedpriv.runs.show._tracker import run_name as run_name
-    from fedpriv.runs.show._tracker import tracker_of as tracker_of
+    from fedpriv.runs.show._trackers import tracker_of as tracker_of
     from fedpriv.runs.show._tracking import SweepTeller as SweepTeller
     from fedpriv.runs.show._tracking import tracked as tracked
     from fedpriv.runs.show._tracking import tracked_run as tracked_run
-    from fedpriv.runs.show._watch import watch as watch
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

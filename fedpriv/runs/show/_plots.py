@@ -28,13 +28,35 @@ from fedpriv.texts import percent_up
 
 # In points: small enough that a telephone shows the text at its size, large enough for half a column.
 WIDTH, HEIGHT = 340.0, 215.0
+
 LEFT, BOTTOM, TOP = 46.0, 34.0, 8.0
 FONT_SIZE, LABEL_GAP, CHARACTER = 9.0, 11.5, 5.2
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 DASHES = ("-", (0, (5, 2)), "-", (0, (5, 2)), "-", (0, (5, 2)), "-", (0, (5, 2)))
-
 Format = Callable[[float], str]
 Label = tuple[str, float, float, str]  # text, x, y, colour
+
+# Placeholder colours that occur nowhere else; each is replaced by a colour of the page.
+INK = "#010203"
+
+GRID = "#010204"
+SERIES = tuple(f"#0102{blue:02x}" for blue in range(16, 24))
+
+# Fallbacks for an SVG outside a page: Okabe and Ito's hues, darkened so that text in them is readable on white.
+_FALLBACKS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")
+
+_CSS = {INK: "var(--ink, #1d2126)", GRID: "var(--grid, #d5d9de)"} | {
+    sentinel: f"var(--series-{number}, {fallback})"
+    for number, (sentinel, fallback) in enumerate(zip(SERIES, _FALLBACKS, strict=True), start=1)
+}
+
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+# matplotlib's settings belong to the whole process.
+_drawing = threading.Lock()
+
+# More lines than this cannot be told apart, and are replaced by quantiles over the clients.
+MAX_LINES = 8
 
 
 def accuracy_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "accuracy") -> str:
@@ -54,13 +76,7 @@ def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float]) -> Fig
 
 
 def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "evaluation") -> str:
-    """One accuracy with its interval as an error bar, and what it has to beat as dotted lines.
-
-    Args:
-        frame: from `evaluation_lines`.
-        references: {name: accuracy}.
-        name: a word that is unique on the page.
-    """
+    """The accuracy of `evaluation_lines` with its interval, and what it has to beat as dotted lines."""
     (round_,), (label, *_) = frame.index, frame.columns
     accuracy, low, high = frame.iloc[0]
     figure, axes = _axes([label, *references], _percent_tick)
@@ -84,7 +100,6 @@ def trade_off_plot(found: pd.DataFrame, points: Mapping[str, float], *, name: st
     Args:
         found: columns in [0, 1], the claim's first, over shares in (0, 1], which rise.
         points: {share wrongly accused: share found} of those of the claim that are told in figures.
-        name: a word that is unique on the page.
     """
     labels = [percent_up(share) for share in points.values()]
     figure, axes = _axes([*labels, "at random"], _percent_tick)
@@ -140,8 +155,6 @@ def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str, limits: Mapping[
 
     Args:
         frame: from `epsilon_lines`; infinite values are named, not drawn.
-        title: what the plot shows, for a screen reader.
-        name: a word that is unique on the page.
         limits: {name: epsilon} of what may be spent, as dotted lines; finite and > 0.
     """
     return to_svg(epsilon_figure(frame, limits), name=name, description=describe(frame, title, format_bound))
@@ -291,23 +304,6 @@ def _label(names: Sequence[str], num_lines: int, prefix: str) -> str:
     return f"{prefix}{shown}" if len(names) <= 3 else f"{prefix}{shown} …"
 
 
-# Placeholder colours that occur nowhere else; each is replaced by a colour of the page.
-INK = "#010203"
-GRID = "#010204"
-SERIES = tuple(f"#0102{blue:02x}" for blue in range(16, 24))
-
-# Fallbacks for an SVG outside a page: Okabe and Ito's hues, darkened so that text in them is readable on white.
-_FALLBACKS = ("#00589c", "#b84300", "#007557", "#a03d80", "#8a6000", "#2379ad", "#5a5a5a", "#6f6a00")
-_CSS = {INK: "var(--ink, #1d2126)", GRID: "var(--grid, #d5d9de)"} | {
-    sentinel: f"var(--series-{number}, {fallback})"
-    for number, (sentinel, fallback) in enumerate(zip(SERIES, _FALLBACKS, strict=True), start=1)
-}
-_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-
-# matplotlib's settings belong to the whole process.
-_drawing = threading.Lock()
-
-
 def to_svg(figure: Figure, *, name: str, description: str) -> str:
     """The figure as an SVG element; text stays text, and the bytes depend on the figure and the name alone.
 
@@ -354,10 +350,6 @@ def _open_tag(body: str, description: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box[0]} role="img" aria-label="{label}" style="{style}">'
 
 
-# More lines than this cannot be told apart, and are replaced by quantiles over the clients.
-MAX_LINES = 8
-
-
 def compared_lines(rounds: pd.DataFrame, comparison: pd.DataFrame | None, column: str, name: str) -> pd.DataFrame:
     """A column of `rounds.csv` over the rounds, with that of the comparison run if there is one.
 
@@ -395,7 +387,6 @@ def epsilon_lines(clients: pd.DataFrame, rounds: pd.DataFrame, view: View) -> pd
     Args:
         clients: round, client, status and epsilon_<view>; one row per client and round.
         rounds: round, which becomes the index.
-        view: see `fedpriv.privacy.accounting.views`.
 
     Returns:
         A column per client; beyond MAX_LINES clients the highest, the 90% and 10% quantiles and the median.

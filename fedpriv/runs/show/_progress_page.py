@@ -27,9 +27,9 @@ from fedpriv.runs import RunFolder, RunStatus, files, resume_command, spent_on_v
 from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show._report_page import Panel, panel, quality_panels, templates
-from fedpriv.runs.show._share import SHARE, Share
 from fedpriv.runs.show._sweeps import STATES, read_sweep, sweep_table
 from fedpriv.runs.show._terminal import clients_so_far, last_events, troubles
+from fedpriv.runs.show._tracking import SHARE, Share
 from fedpriv.texts import printable
 
 log = logging.getLogger("fedpriv")
@@ -78,7 +78,6 @@ class PageWriter:
     """Keeps `report.html` of a run or a sweep up to date; what goes wrong here is logged once, and ends no run.
 
     Args:
-        folder: of the run or the sweep.
         render: the page, given its time; see `RunPage` and `sweep_page`.
         silence: seconds for which a run may be silent.
     """
@@ -119,10 +118,6 @@ def kept_page(folder: Path, round_seconds: float) -> Iterator[Callable[[], None]
     """Keep the page of a run up to date: the block calls what it is given after each step.
 
     If the block fails, the last page says why. The report of a run that is finished is not written here.
-
-    Args:
-        folder: of the run.
-        round_seconds: what a round may take.
     """
     page = RunPage()
     writer = PageWriter(folder, page, round_seconds)
@@ -176,11 +171,7 @@ class RunPage:
 
 
 def sweep_page(folder: Path, timing: Timing) -> str:
-    """The page of a sweep as HTML; all text from the folder is escaped.
-
-    Raises:
-        InputError: the sweep's plan is damaged.
-    """
+    """The page of a sweep as HTML; all text from the folder is escaped; InputError if the sweep's plan is damaged."""
     sweep = read_sweep(folder, now=time.time())
     counts, table = Counter(run.state for run in sweep.runs), sweep_table(sweep)
     pages = [f"{run.key}/{files.REPORT}" if (folder / run.key / files.REPORT).is_file() else "" for run in sweep.runs]

@@ -57,7 +57,6 @@ def write_report(run_dir: Path, stored: Stored | None = None) -> Path:
     Args:
         run_dir: holds config.toml, environment.json, rounds.csv, clients.csv, summary.json and, after a
             comparison run, comparison/ with rounds.csv and summary.json.
-        stored: the run's deduplicated variants, if it has any.
 
     Raises:
         InputError: one line that names the missing or wrong file, column or key, and what would be right.
@@ -78,14 +77,13 @@ def render(
     """The page of a finished run as HTML. All text from the run is escaped; only the plots are markup.
 
     Args:
-        run: its folder.
-        stored: its deduplicated variants, if it has any.
         config, environment: that the page tells; None for all that the folder holds.
 
     Raises:
         InputError: the run is not finished, or its folder is damaged.
     """
     summary = run.checked().summary
+    audit = summary.get("audit")
     accountant = "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
     config = run.config if config is None else config
     environment = run.environment if environment is None else environment
@@ -113,15 +111,15 @@ def render(
             sums=_sums(run),
             readers=_readers(summary),
             earlier=_earlier_runs(summary),
-            retired=_retired(summary),
+            retired={str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]},
             epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
             risk=risk_sentences(summary),
             risk_figures=risk_figures(summary),
             risk_panel=_risk_panel(summary),
-            audit=summary.get("audit"),
-            audit_bound=audit_bound(summary.get("audit")),
-            audit_curve_bound=audit_curve_bound(summary.get("audit")),
-            audit_claim=_audit_claim(summary.get("audit")),
+            audit=audit,
+            audit_bound=audit_bound(audit),
+            audit_curve_bound=audit_curve_bound(audit),
+            audit_claim=format_epsilon(audit["claimed_epsilon"], audit["delta"]) if audit else None,
             recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
             stored=stored,
             stored_answers=tables.stored_answer_table(run.stored_answers) if stored else None,
@@ -216,11 +214,6 @@ def _earlier_runs(summary: Mapping[str, Any]) -> str | None:
     )
 
 
-def _retired(summary: Mapping[str, Any]) -> dict[str, int]:
-    """Clients that retired before the end, and in how many rounds they took part."""
-    return {str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]}
-
-
 def _charged(run: RunFolder) -> dict[str, str]:
     """The parameters that the accountant was given, as ranges over all clients and rounds."""
     names = {
@@ -234,7 +227,6 @@ def _charged(run: RunFolder) -> dict[str, str]:
 
 
 def _failures(run: RunFolder) -> dict[str, int]:
-    """The number of replies that failed, by status."""
     failed = run.clients.loc[run.clients["status"] != "ok", "status"].fillna("unknown")
     return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
 
@@ -260,15 +252,7 @@ def quality_panels(
     *,
     with_accuracy: bool = True,
 ) -> list[Panel]:
-    """The plots of accuracy, perplexity and loss on the server's test set, of those that were measured.
-
-    Args:
-        rounds: of the run, with the columns of rounds.csv that it has.
-        comparison: the same of the rounds without noise; None or empty without them.
-        name: of the run's own line.
-        summary: of a finished run; empty before its end.
-        with_accuracy: whether it is worth a plot.
-    """
+    """The plots of accuracy, perplexity and loss on the server's test set, of those that were measured."""
     note = "On the server's own test set; round 0 is the untrained model."
     kinds: list[tuple[str, str, str, _plots.Format]] = [
         ("test_perplexity", "Test perplexity", note, format_number),
@@ -315,10 +299,6 @@ def _epsilon_panels(run: RunFolder) -> list[Panel]:
     return panels
 
 
-def _audit_claim(audit: Mapping[str, Any] | None) -> str | None:
-    return format_epsilon(audit["claimed_epsilon"], audit["delta"]) if audit else None
-
-
 def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:
     """The curve of the largest shares found, and the audit's; None where the run has no curve, or nothing bounds it."""
     curve, audit = summary.get("trade_off"), summary.get("audit")
@@ -346,13 +326,7 @@ def _traffic_panels(run: RunFolder) -> list[Panel]:
         "total": ("Bytes so far", "Summed over the rounds.", traffic.cumsum()),
     }
     return [
-        panel(
-            title,
-            note,
-            _plots.traffic_plot(frame, title=title, name=f"bytes-{key}"),
-            frame,
-            format_bytes,
-        )
+        panel(title, note, _plots.traffic_plot(frame, title=title, name=f"bytes-{key}"), frame, format_bytes)
         for key, (title, note, frame) in titles.items()
     ]
 

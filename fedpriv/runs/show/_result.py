@@ -52,22 +52,14 @@ class Report(pd.DataFrame):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
-    """The folder of a finished run. Every frame is a copy, so that changing one changes nothing else.
-
-    Attributes:
-        folder: with everything that the run wrote.
-    """
+    """The folder of a finished run. Every frame is a copy, so that changing one changes nothing else."""
 
     folder: Path
     _read: RunFolder = field()
 
     @property
     def config(self) -> RunConfig:
-        """The resolved configuration.
-
-        Raises:
-            InputError: another version wrote it, with keys that this one does not have.
-        """
+        """The resolved configuration; InputError if another version wrote it, with keys that this one does not have."""
         return self._read.settings
 
     @property
@@ -100,11 +92,7 @@ class Run:
 
     @property
     def ledger(self) -> pd.DataFrame:
-        """The entries of the run's ledger, a row each, once the chain of hashes is found intact.
-
-        Raises:
-            LedgerError: it is damaged, or lost entries or its head.
-        """
+        """The entries of the run's ledger, a row each; LedgerError if it is damaged, or lost entries or its head."""
         return entries_frame(self.folder / files.LEDGER)
 
     @property
@@ -166,7 +154,6 @@ class Run:
 
         Args:
             what: `accuracy`, `loss` or `perplexity` on the test set, or `epsilon` of every client.
-            view: of the epsilon.
 
         Raises:
             InputError: there is no such plot, or the run did not measure it.
@@ -220,11 +207,7 @@ class Run:
 
 
 def open_run(folder: str | Path) -> Run:
-    """The finished run in a folder.
-
-    Raises:
-        InputError: one line that names the missing or wrong file, column or key, and what would be right.
-    """
+    """The finished run in a folder; else an InputError says what is wrong in it, and what would be right."""
     path = Path(folder).expanduser().absolute()
     return Run(folder=path, _read=RunFolder(path).checked())
 
@@ -236,12 +219,7 @@ def _frame(rows: Sequence[Mapping[str, Any]], kind: type[RoundRow | ClientRow]) 
 
 
 def page_part(title: str, body: str) -> str:
-    """A titled part of a notebook's page, in the notebook's own colours.
-
-    Args:
-        title: plain text.
-        body: HTML, escaped already.
-    """
+    """A titled part of a notebook's page, in the notebook's own colours; the body is HTML, escaped already."""
     frame = "border:1px solid;border-color:rgba(128,128,128,.5);border-radius:4px;padding:.2em 1em;overflow-x:auto"
     return f'<div style="{frame}"><p><b>{html.escape(title)}</b></p>{body}</div>'
 

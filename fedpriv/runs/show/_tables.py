@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
 # A table of more clients helps nobody; all of them are in summary.json.
 _MOST_LISTED, _LISTED_OF_MANY = 200, 50
+
 _QUANTILES = {"least": 0.0, "50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
+
+# A larger matrix cannot be read; summary.json has it.
+MOST_CLASSES = 20
+
+# samples.jsonl has all of them.
+MOST_SAMPLES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +124,7 @@ def client_table(
 
 
 def spread_table(clients: Sequence[Mapping[str, Any]], *, view: str) -> TextTable | None:
-    """Quantiles over more clients than `client_table` lists; None for fewer.
-
-    Args:
-        clients: entries of `summary.json`, as for `client_table`.
-        view: that was asked for, which comes first.
-    """
+    """Quantiles over more clients than `client_table` lists, first of the view asked for; None for fewer."""
     if len(clients) <= _MOST_LISTED:
         return None
     rows = []
@@ -153,9 +155,6 @@ def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
     """The gain of a holder by joining: its own model's accuracy beside the federation's; None if no own one is known.
 
     Both are tested on the holder's own test records, or on all where nobody knows whose they are.
-
-    Args:
-        summary: of a run.
     """
     clients = [client for client in summary["clients"] if client.get("own_alone_accuracy") is not None]
     if clients:
@@ -180,11 +179,7 @@ def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
 
 
 def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> TextTable | None:
-    """The clusters of clients whose variants recur, a row per cluster; None if they were not compared.
-
-    Args:
-        clusters: entries with clients, recurrence, k and largest_difference.
-    """
+    """The clusters of clients whose variants recur, a row per cluster; None if they were not compared."""
     if clusters is None:
         return None
     rows = tuple(
@@ -210,16 +205,8 @@ def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[floa
     return TextTable(caption=caption, headers=headers, rows=rows)
 
 
-# A larger matrix cannot be read; summary.json has it.
-MOST_CLASSES = 20
-
-
 def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
-    """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row.
-
-    Args:
-        summary: of a run, with the keys of `fedpriv.runs._folder.QUALITY_KEYS`.
-    """
+    """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row."""
     view = summary["privacy_view"]
     epsilons = {name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}
     spent = views_text(epsilons, view, parts=account_parts(summary))
@@ -232,8 +219,9 @@ def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
         ("largest class", "majority_accuracy", "always guessing it"),
         ("untrained", "accuracy_initial", ""),
     )
+    macro_f1 = "" if summary["macro_f1"] is None else f"{summary['macro_f1']:.4f}"
     rows = [
-        ("private" if summary["private"] else "this run", format_accuracy(summary), _macro_f1(summary), cost),
+        ("private" if summary["private"] else "this run", format_accuracy(summary), macro_f1, cost),
         *((name, f"{summary[key]:.4f}", "", note) for name, key, note in others if summary[key] is not None),
     ]
     return TextTable(caption="Accuracies on one test set", headers=("", "accuracy", "macro F1", ""), rows=tuple(rows))
@@ -243,10 +231,6 @@ def _range_alone(summary: Mapping[str, Any]) -> str:
     """The range of the accuracies of the holders' own models, of which the row shows the mean."""
     low, high = (summary.get(f"alone_accuracy_{end}") for end in ("min", "max"))
     return "" if low is None or high is None else f"{low:.4f} to {high:.4f} on own records"
-
-
-def _macro_f1(summary: Mapping[str, Any]) -> str:
-    return "" if summary["macro_f1"] is None else f"{summary['macro_f1']:.4f}"
 
 
 def _trained_on(summary: Mapping[str, Any]) -> str:
@@ -266,7 +250,6 @@ class ConfusionTable:
     """A confusion matrix to be shown.
 
     Attributes:
-        labels: the classes.
         rows: a row for each true class: its name, its number of records, and for each predicted class the number and
             the share of the row, in [0, 1].
     """
@@ -288,16 +271,8 @@ def confusion_table(summary: Mapping[str, Any]) -> ConfusionTable | None:
     return ConfusionTable(labels=labels, rows=rows)
 
 
-# samples.jsonl has all of them.
-MOST_SAMPLES = 10
-
-
 def language_table(summary: Mapping[str, Any]) -> TextTable | None:
-    """Perplexity and ROUGE-L of the models of a run, the private one first; None if neither was measured.
-
-    Args:
-        summary: of a run, with the keys of `fedpriv.runs.LANGUAGE_KEYS`.
-    """
+    """Perplexity and ROUGE-L of the models of a run, the private one first; None if neither was measured."""
     if summary["perplexity"] is None and summary["rouge_l"] is None:
         return None
     view = summary["privacy_view"]
@@ -335,12 +310,7 @@ def changes(summary: Mapping[str, Any]) -> list[str]:
 
 
 def sample_table(samples: Sequence[Sample], *, private: bool) -> TextTable | None:
-    """The first samples, a row each; None without any.
-
-    Args:
-        samples: of a run.
-        private: whether the run was, by which its own answers are called.
-    """
+    """The first samples, a row each; None without any."""
     if not samples:
         return None
     compared = any(sample.non_private is not None for sample in samples)

@@ -26,11 +26,7 @@ _SHOWN_APART = ("time", "event", "run", "round", "client")
 
 
 def show_status(folder: RunFolder, console: Console) -> None:
-    """Print the status of the run in the folder.
-
-    Raises:
-        InputError: the folder holds no run, or one of its files is damaged.
-    """
+    """Print the status of the run in the folder; InputError if it holds no run, or one of its files is damaged."""
     run = status_of(folder)
     console.print(_figures(folder, run))
     if run.resume_command:  # outside the table, so that it can be copied in one piece
@@ -95,12 +91,7 @@ def _age(run: RunStatus) -> str:
 
 
 def clients_so_far(run: RunStatus, spent: Mapping[int, float | None]) -> TextTable:
-    """A row for each client; of many clients, only for those in trouble.
-
-    Args:
-        run: whose clients.
-        spent: {client: epsilon on the run's view}.
-    """
+    """A row for each client; of many clients, only for those in trouble."""
     num_unlisted = len(run.clients) - len(_listed(run.clients))
     more = f"; {num_unlisted:,} more are in clients.csv" if num_unlisted else ""
     return TextTable(

@@ -5,13 +5,12 @@ What is told are pure functions of the tables, the summary and the configuration
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 from fedpriv.config import Fact, RunConfig, Track
 from fedpriv.errors import InputError
@@ -22,78 +21,6 @@ Ending = Literal["finished", "failed"]
 
 # As an organisation's tracker shows it, unless a sweep or the tracker's own variable gives a name.
 EXPERIMENT = "fedpriv"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place of a run in a tracker.
-
-    Attributes:
-        name: of the run.
-        folder: of the run's files.
-        sweep: the title of the sweep that it belongs to; None for a run of its own.
-        sweep_folder: of that sweep.
-        parent: the sweep's own id, in trackers that have one.
-        home: where a tracker keeps files of its own unless it is told otherwise; None for where the run was started.
-        stored_in: reads the deduplicated variants of the run.
-    """
-
-    name: str
-    folder: Path
-    sweep: str | None = None
-    sweep_folder: Path | None = None
-    parent: str | None = None
-    home: Path | None = None
-    stored_in: ReadStored = nothing_stored
-
-
-class TrackedRun(Protocol):
-    """A run in a tracker; every method raises what the tracker raises."""
-
-    @property
-    def id(self) -> str:
-        """The name by which the tracker can open the run again."""
-
-    def log_parameters(self, values: Mapping[str, Parameter]) -> None:
-        """Log the configuration; repeating it does no harm."""
-
-    def log_points(self, points: Sequence[MetricPoint]) -> None:
-        """Log values by round."""
-
-    def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
-        """Log the final figures, after the last round."""
-
-    def log_files(self, folder: Path) -> None:
-        """Send all files of a folder."""
-
-    def end(self, ending: Ending) -> None:
-        """Say that the run is over, or was broken off; it can be opened again."""
-
-
-class Tracker(Protocol):
-    """A module of this package that bears the tracker's name has these functions."""
-
-    def open_run(self, place: Place, known: str | None) -> TrackedRun:
-        """A new run, or the one with the id that is known."""
-
-    def open_sweep(self, title: str, folder: Path, keys: Sequence[str], known: str | None) -> TrackedRun | None:
-        """The run under which those of a sweep are shown; None where trackers group them by name."""
-
-
-def check_installed(track: Track) -> None:
-    """Refuse a tracker whose package is missing, before anything is run.
-
-    Raises:
-        InputError: names the extra to install.
-    """
-    if track != "none" and find_spec(track) is None:
-        raise InputError(f"track = {track}: needs {track}; pip install 'fedpriv[{track}]', or use none")
-
-
-def tracker_of(track: Track) -> Tracker:
-    """The tracker of that name, whose package is loaded here."""
-    return cast(Tracker, importlib.import_module(f"fedpriv.runs.show._{track}"))
-
 
 Parameter = str | int | float | bool
 
@@ -143,6 +70,64 @@ _NO_VERSIONS = ("fedpriv_file", "commit", "platform", "cpu_count", "gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of a run in a tracker.
+
+    Attributes:
+        sweep: the title of the sweep that it belongs to; None for a run of its own.
+        parent: the sweep's own id, in trackers that have one.
+        home: where a tracker keeps files of its own unless it is told otherwise; None for where the run was started.
+    """
+
+    name: str
+    folder: Path
+    sweep: str | None = None
+    sweep_folder: Path | None = None
+    parent: str | None = None
+    home: Path | None = None
+    stored_in: ReadStored = nothing_stored
+
+
+class TrackedRun(Protocol):
+    """A run in a tracker; every method raises what the tracker raises."""
+
+    @property
+    def id(self) -> str:
+        """The name by which the tracker can open the run again."""
+
+    def log_parameters(self, values: Mapping[str, Parameter]) -> None:
+        """Log the configuration; repeating it does no harm."""
+
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
+        """Log values by round."""
+
+    def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
+        """Log the final figures, after the last round."""
+
+    def log_files(self, folder: Path) -> None:
+        """Send all files of a folder."""
+
+    def end(self, ending: Ending) -> None:
+        """Say that the run is over, or was broken off; it can be opened again."""
+
+
+class Tracker(Protocol):
+    """Opens runs in a tracker."""
+
+    def open_run(self, place: Place, known: str | None) -> TrackedRun:
+        """A new run, or the one with the id that is known."""
+
+    def open_sweep(self, title: str, folder: Path, keys: Sequence[str], known: str | None) -> TrackedRun | None:
+        """The run under which those of a sweep are shown; None where trackers group them by name."""
+
+
+def check_installed(track: Track) -> None:
+    """Refuse a tracker whose package is missing, with an InputError that names the extra to install."""
+    if track != "none" and find_spec(track) is None:
+        raise InputError(f"track = {track}: needs {track}; pip install 'fedpriv[{track}]', or use none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricPoint:
     """One value of a metric, after a round."""
 
@@ -166,12 +151,7 @@ def without_folders(value: str, exists: Callable[[str], bool] = exists_here) -> 
 
 
 def configuration(values: Mapping[str, Any], exists: Callable[[str], bool] = exists_here) -> dict[str, Any]:
-    """The values of config.toml, without paths and the names of machines.
-
-    Args:
-        values: of config.toml.
-        exists: whether a path leads to something on this machine.
-    """
+    """The values of config.toml, without paths and the names of machines."""
     hidden, paths = RunConfig.keys_with(Fact.HIDDEN), RunConfig.keys_with(Fact.PATH)
     kept = {key: value for key, value in values.items() if key not in hidden}
     return kept | {key: without_folders(kept[key], exists) for key in paths if isinstance(kept.get(key), str)}

@@ -2,7 +2,7 @@
 the run goes on.
 
 It reads the folder, so it knows nothing that is not released. At the end the tracker gets files too: copies without
-the paths of the machine that made them.
+the paths of the machine that made them. `Share` bounds the time that showing a run takes from it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,62 @@ from fedpriv.config import MachineSection, Track
 from fedpriv.runs import ClientRow, RoundRow, RunFolder, column_types, files, is_alive
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show import _tracker
-from fedpriv.runs.show._share import Share
 from fedpriv.runs.show._tables import ReadStored, nothing_stored
-from fedpriv.runs.show._tracker import Ending, Place, TrackedRun, Tracker, tracker_of
+from fedpriv.runs.show._tracker import Ending, Place, TrackedRun, Tracker
+from fedpriv.runs.show._trackers import tracker_of
+
+SHARE = 0.02
 
 # How long a tracker may take after the run, for what is still to be sent; and after one that failed.
 END_SECONDS, SHORT_SECONDS = 60.0, 15.0
+
 # Events that may wait; a tracker that is further behind is given up.
 _MOST_WAITING = 1000
-_LONGEST_REASON = 200
 
+_LONGEST_REASON = 200
 Tell = Callable[[Ending | None], None]
+
 # A run that is followed is of this version, so a column that it lacks is damage.
 _ROUND_COLUMNS, _CLIENT_COLUMNS = tuple(column_types(RoundRow)), tuple(column_types(ClientRow))
 
 # The columns that a sweep's own run gets; all rows of sweep.csv hold the same.
 _SWEEP_FIGURES = ("epsilon_sum", "delta_sum", "num_runs_in_sum")
+
+# Of the global model's folder, which also holds the releases that the server deduplicates by.
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json", "README.md")
+
+GLOBAL = "global"
+
+
+class Share:
+    """Says when something may be done again, such that it takes at most a fiftieth of all time.
+
+    Args:
+        expected: seconds that it takes at first.
+
+    Attributes:
+        expected: seconds that it took last.
+    """
+
+    def __init__(self, expected: float = 0.0, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
+        self._began = time.monotonic()
+        self._spent, self.expected = 0.0, expected
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is time for it."""
+        return self._spent + self.expected <= SHARE * (time.monotonic() - self._began)
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count the time of the block."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.expected = self._clock() - started
+            self._spent += self.expected
 
 
 class Tracking:
@@ -50,9 +90,7 @@ class Tracking:
     A tracker that fails, or does not keep up, is told no more; that is one notice, and nothing is raised.
 
     Args:
-        track: the tracker's name.
         teller: makes what tells the tracker what is new, given how the run ended, or None before.
-        folder: that holds all of it in any case.
         notice: is told once why something did not arrive, from any thread.
     """
 
@@ -106,11 +144,7 @@ class Tracking:
 def tracked(
     track: Track, folder: Path, teller: Callable[[], Tell], notice: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Have a tracker told of a folder; the block calls what it is given whenever something new is there.
-
-    Args:
-        track, folder, teller, notice: as of `Tracking`; nothing happens if the tracker is `none`.
-    """
+    """Have a tracker, if any, told of a folder; the block calls what it is given whenever something new is there."""
     if track == "none":
         yield lambda: None
         return
@@ -149,8 +183,6 @@ class Position:
     """The last round that a tracker has been told, kept in tracker.json in the run's folder.
 
     Attributes:
-        tracker: which.
-        run: its id of the run; empty before there is one.
         round: the last one that it knows; -1 for none.
         finished: whether it knows the final figures and has the files.
     """
@@ -173,9 +205,6 @@ class RunTeller:
     """Tells a tracker what is new in a run's folder.
 
     Args:
-        tracker: where to.
-        name: of the tracker.
-        place: of the run.
         once: whether a run that the tracker knows to be finished is left alone; a run that is resumed is not.
     """
 
@@ -245,17 +274,7 @@ class RunTeller:
 
 
 class SweepTeller:
-    """Tells a tracker of each run of a sweep once that has ended; runs of a sweep are never resumed.
-
-    Args:
-        tracker: where to.
-        name: of the tracker.
-        folder: the sweep's.
-        title: of the sweep.
-        keys: what varies.
-        names: {folder of a run: what it is called}.
-        stored_in: reads the deduplicated variants of a run's folder.
-    """
+    """Tells a tracker of each run of a sweep, by `names`, once that has ended; runs of a sweep are never resumed."""
 
     def __init__(
         self,
@@ -337,17 +356,8 @@ def _sweep_figures(table: Path) -> dict[str, float]:
     return {f"sweep/{name}": float(row[name]) for name in _SWEEP_FIGURES if row.get(name)}
 
 
-# Of the global model's folder, which also holds the releases that the server deduplicates by.
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json", "fedpriv.json", "README.md")
-GLOBAL = "global"
-
-
 def stage_run(run_folder: Path, into: Path, stored_in: ReadStored) -> None:
-    """Write configuration, report and global adapter of a finished run into an empty folder.
-
-    Raises:
-        InputError: a file of the run is missing or damaged.
-    """
+    """Write configuration, report and global adapter of a finished run, if all are sound, into an empty folder."""
     from fedpriv.runs.show._report_page import render  # deferred: matplotlib
 
     run = RunFolder(run_folder).checked()

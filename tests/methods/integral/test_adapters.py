@@ -7,7 +7,7 @@ import torch
 
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters._arithmetic import A_SUFFIX, B_SUFFIX
-from fedpriv.methods.integral.adapters import _mean_adapter, recurring_adapters
+from fedpriv.methods.integral.procedure import _mean_adapter, recurring_adapters
 
 GENERATOR = torch.Generator().manual_seed(0)
 LAYERS = {"layer.0.query": (12, 10), "layer.1.value": (8, 10)}

@@ -12,8 +12,7 @@ from torch import nn
 
 from fedpriv.errors import InputError
 from fedpriv.methods.integral import attack
-from fedpriv.methods.integral._networks import perceptron, to_vector
-from fedpriv.methods.integral._training import TrainingSchedule
+from fedpriv.methods.integral._networks import TrainingSchedule, perceptron, to_vector
 from fedpriv.methods.integral.attack import Game, _AttackTarget, _NoRecommendationError, _play
 from tests.methods.integral.permuted import permuted
 

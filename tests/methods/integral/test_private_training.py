@@ -10,8 +10,14 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedpriv.methods.integral._networks import from_vectors, perceptron, to_vector
-from fedpriv.methods.integral._training import PrivateSchedule, train_clipped_stacked, train_privately
+from fedpriv.methods.integral._networks import (
+    PrivateSchedule,
+    from_vectors,
+    perceptron,
+    to_vector,
+    train_clipped_stacked,
+    train_privately,
+)
 from fedpriv.methods.integral.attack import noise_multiplier
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian

@@ -13,13 +13,15 @@ from torch.nn import functional as F
 from fedpriv.errors import InputError
 from fedpriv.methods.integral._networks import (
     HIDDEN,
+    TrainingSchedule,
+    batch_order,
     from_vectors,
     is_perceptron,
     num_parameters,
     perceptron,
     to_vector,
+    train_stacked,
 )
-from fedpriv.methods.integral._training import TrainingSchedule, batch_order, train_stacked
 
 
 @pytest.fixture(scope="module")

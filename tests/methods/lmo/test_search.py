@@ -11,16 +11,27 @@ from scipy import optimize
 
 from fedpriv.errors import InputError
 from fedpriv.methods.lmo import search as lmo_search
-from fedpriv.methods.lmo._budget import Budget, cost, costs, fitted, laplace, search_orders
-from fedpriv.methods.lmo.comparison import _gaussian_sizes, _least_mean_absolute, _part_choices, compare, write_plots
+from fedpriv.methods.lmo.comparison import (
+    _cell_probabilities,
+    _gaussian_sizes,
+    _least_mean_absolute,
+    _nearest_distances,
+    _part_choices,
+    compare,
+    coverage,
+    write_plots,
+)
 from fedpriv.methods.lmo.search import (
     PARTS,
+    Budget,
     SearchSpace,
-    _cell_probabilities,
-    _nearest_distances,
-    _sobol_candidates,
-    coverage,
+    cost,
+    costs,
+    fitted,
+    laplace,
     search,
+    search_orders,
+    sobol_candidates,
 )
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
@@ -121,7 +132,7 @@ def test_what_cannot_be_searched_is_refused_in_one_line(call, part):
 @pytest.mark.parametrize("parts", _part_choices(), ids="+".join)
 @pytest.mark.parametrize("combination", ["mixture", "linear"])
 def test_every_candidate_lies_in_the_space(parts, combination):
-    of = _sobol_candidates(SearchSpace(combination=combination, parts=parts), 200, seed=1)
+    of = sobol_candidates(SearchSpace(combination=combination, parts=parts), 200, seed=1)
     active = np.array([name in parts for name in PARTS])
     assert (of.weights[~active] == 0).all()
     if len(parts) > 1:
@@ -136,7 +147,7 @@ def test_every_candidate_lies_in_the_space(parts, combination):
 
 
 def test_narrow_weights_of_a_mixture_still_sum_to_one():
-    weights = _sobol_candidates(SearchSpace(weight=(0.2, 0.4)), 500, seed=2).weights
+    weights = sobol_candidates(SearchSpace(weight=(0.2, 0.4)), 500, seed=2).weights
     assert weights.sum(axis=0) == pytest.approx(np.ones(500))
     assert weights.min() >= 0.2 - 1e-12
     assert weights.max() <= 0.4 + 1e-12

@@ -10,8 +10,8 @@ import pytest
 from fedpriv.errors import InputError
 from fedpriv.models.dedup.pipeline import deduplicate
 from fedpriv.models.dedup.planning import DedupSettings
-from fedpriv.models.variants.kept import kept_for_others, remove
 from fedpriv.models.variants.store import Store
+from fedpriv.models.variants.stored import kept_for_others, remove
 from tests.models.variants.test_blocks import same_bits
 from tests.stores import content_of, described
 

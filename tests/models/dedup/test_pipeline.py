@@ -107,10 +107,7 @@ def each(evaluator: DigitsEvaluator) -> dict[str, DigitsEvaluator]:
 SETTINGS = DedupSettings(block_size=64, options={"min_batch": 2}, fairness="outcome")
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    ["drd", "greedy", *slow("dred", "dedup", "mistique")],
-)
+@pytest.mark.parametrize("algorithm", ["drd", "greedy", *slow("dred", "dedup", "mistique")])
 def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
     tmp_path, trained, described, algorithm
 ):
@@ -194,12 +191,7 @@ def test_private_validation_is_charged_before_it_asks_and_is_in_the_epsilons(des
     evaluator = NoisedDigits(PrivateRecords(data_set=data_set, delta=1e-5, saliency=SALIENCY))
     with Store(tmp_path / "store") as store:
         outcomes = deduplicate(
-            loosely(described[3:]),
-            trained.__getitem__,
-            each(evaluator),
-            store,
-            SETTINGS,
-            private=privately(charged),
+            loosely(described[3:]), trained.__getitem__, each(evaluator), store, SETTINGS, private=privately(charged)
         )
     targets = [outcome for outcome in outcomes if outcome.bases]
     assert evaluator.measured == len(targets) > 0
@@ -263,12 +255,7 @@ def test_under_cross_a_bases_own_validation_is_its_targets_too(described, traine
         outcomes = {
             outcome.name: outcome
             for outcome in deduplicate(
-                loose,
-                trained.__getitem__,
-                each(evaluator),
-                store,
-                settings,
-                private=privately(charged),
+                loose, trained.__getitem__, each(evaluator), store, settings, private=privately(charged)
             )
         }
 
@@ -305,11 +292,7 @@ def test_an_unknown_algorithm_leaves_the_store_untouched(described, trained, tmp
     with Store(tmp_path / "store") as store:
         with pytest.raises(InputError, match="algorithm = 'magic': known are drd"):
             deduplicate(
-                described,
-                trained.__getitem__,
-                each(DigitsEvaluator()),
-                store,
-                replace(SETTINGS, algorithm="magic"),
+                described, trained.__getitem__, each(DigitsEvaluator()), store, replace(SETTINGS, algorithm="magic")
             )
         assert not store.names
 

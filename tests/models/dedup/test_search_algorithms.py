@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.models.dedup.algorithms import ALGORITHMS
-from fedpriv.models.dedup.mistique import minhash_similarity
+from fedpriv.models.dedup.algorithms import ALGORITHMS, minhash_similarity
 
 
 def trace(name, num_blocks, salient, **options):

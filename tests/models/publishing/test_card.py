@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from fedpriv.models.publishing import card
-from fedpriv.models.publishing._card_texts import markdown
+from fedpriv.models.publishing.card import markdown
 from fedpriv.models.publishing.saved import find
 from fedpriv.runs import RunFolder
 from tests.chats import chat_model
@@ -138,8 +138,7 @@ def test_the_command_prints_it_or_writes_it_anew(run):
 
 
 @pytest.mark.parametrize(
-    ("said", "against"),
-    [({"num_readers": 1}, "the server and any one participant"), ({}, "the server alone")],
+    ("said", "against"), [({"num_readers": 1}, "the server and any one participant"), ({}, "the server alone")]
 )
 def test_it_says_against_whom_sums_hold_and_of_older_runs_no_more_than_was_counted(run, tmp_path, said, against):
     text = card.text(with_summary(run, tmp_path, epsilon_aggregate_max=1.0, **said))

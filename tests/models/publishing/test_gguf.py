@@ -33,9 +33,7 @@ from transformers import (
 
 from fedpriv.errors import InputError
 from fedpriv.models import publishing
-from fedpriv.models.publishing import _gguf_metadata as metadata
-from fedpriv.models.publishing import _gguf_tensors as gguf_tensors
-from fedpriv.models.publishing import gguf_files, saved
+from fedpriv.models.publishing import _gguf, gguf_files, saved
 from tests.chats import INST, chat_tokenizer
 from tests.cli.command_line import as_json, fedpriv
 from tests.marks import slow
@@ -147,7 +145,7 @@ def test_transformers_reads_the_whole_model_back(kind, tmp_path):
 def test_without_the_order_of_rows_both_files_are_wrong(tmp_path, monkeypatch):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
     expected, base = reference(run), base_file(run, tmp_path / "base")
-    monkeypatch.setattr(gguf_tensors, "_taking_turns", lambda rows, _heads: rows)
+    monkeypatch.setattr(_gguf, "_taking_turns", lambda rows, _heads: rows)
     out = exported(run, tmp_path / "out", precision="float32")
     assert gap(logits(base, TOKENS, out / "adapter.gguf"), expected) > 1e-2
     assert gap(logits(out / "model.gguf", TOKENS), expected) > 1e-2
@@ -158,7 +156,7 @@ def test_without_the_order_of_rows_both_files_are_wrong(tmp_path, monkeypatch):
 def test_rows_take_turns_between_the_halves_of_each_head(heads, half, columns):
     shape = (heads * 2 * half, *([columns] if columns else []))
     rows = torch.arange(np.prod(shape)).reshape(shape)
-    turned = gguf_tensors._taking_turns(rows, heads)
+    turned = _gguf._taking_turns(rows, heads)
     assert turned.shape == rows.shape
     for head in range(heads):
         for place in range(half):
@@ -179,21 +177,20 @@ def test_ranks_and_alphas_of_single_layers_are_in_the_factors(settings):
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False, **settings)
     model = get_peft_model(KINDS["llama"](vocab_size=50, **SIZES), config)
-    alpha, tensors = gguf_tensors.adapter_tensors(model)
-    names = get_tensor_name_map(gguf_tensors.architecture_of(model.config), 2)
+    alpha, tensors = _gguf.adapter_tensors(model)
+    names = get_tensor_name_map(_gguf.architecture_of(model.config), 2)
     for name, layer in model.get_base_model().named_modules():
         if name.endswith(tuple(TARGETS)):
             own = names.get_name(name)
             left, right = tensors[f"{own}.weight.lora_b"], tensors[f"{own}.weight.lora_a"]
             delta = layer.get_delta_weight("default")
             if name.endswith(("q_proj", "k_proj")):
-                delta = gguf_tensors._taking_turns(delta, 4 if "q_proj" in name else 2)
+                delta = _gguf._taking_turns(delta, 4 if "q_proj" in name else 2)
             torch.testing.assert_close(alpha / len(right) * left @ right, delta)
 
 
 @pytest.mark.parametrize(
-    ("precision", "kind", "bits"),
-    [("float16", "F16", 11), pytest.param("bfloat16", "BF16", 8, marks=pytest.mark.slow)],
+    ("precision", "kind", "bits"), [("float16", "F16", 11), pytest.param("bfloat16", "BF16", 8, marks=pytest.mark.slow)]
 )
 def test_matrices_are_rounded_once_and_vectors_never(precision, kind, bits, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
@@ -316,7 +313,7 @@ def test_what_no_lora_file_holds_is_refused_by_name():
         return attached(LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings))
 
     whole = attached(LNTuningConfig(target_modules=["model.layers.0.mlp.up_proj"]))
-    tensors = gguf_tensors.adapter_tensors
+    tensors = _gguf.adapter_tensors
     assert "whole weights were trained" in refusal(tensors, whole)
     assert "use_dora = True: model.layers.0.self_attn.q_proj" in refusal(tensors, lora(use_dora=True))
     assert "lora_bias = True" in refusal(tensors, lora(lora_bias=True))
@@ -332,16 +329,16 @@ def test_models_that_llama_cpp_computes_otherwise_are_refused_by_name():
 
     model = made()
     model.config.model_type = "gemma2"
-    assert "model_type = 'gemma2': --gguf knows llama, mistral" in refusal(gguf_tensors.architecture_of, model.config)
-    assert "hidden_act = 'gelu'" in refusal(gguf_tensors.model_tensors, made(hidden_act="gelu"))
+    assert "model_type = 'gemma2': --gguf knows llama, mistral" in refusal(_gguf.architecture_of, model.config)
+    assert "hidden_act = 'gelu'" in refusal(_gguf.model_tensors, made(hidden_act="gelu"))
     yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
-    assert "rope_type = 'yarn'" in refusal(gguf_tensors.model_tensors, made(rope_parameters=yarn))
+    assert "rope_type = 'yarn'" in refusal(_gguf.model_tensors, made(rope_parameters=yarn))
     model = made()
     model.config.sliding_window = 64
-    assert "sliding_window = 64" in refusal(gguf_tensors.model_tensors, model)
+    assert "sliding_window = 64" in refusal(_gguf.model_tensors, model)
     model = made()
     model.model.extra = torch.nn.Linear(2, 2)
-    assert "tensor = 'model.extra.weight'" in refusal(gguf_tensors.model_tensors, model)
+    assert "tensor = 'model.extra.weight'" in refusal(_gguf.model_tensors, model)
 
 
 def divided(name: str) -> Any:
@@ -354,7 +351,7 @@ def divided(name: str) -> Any:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     elif name != "gpt-2":
-        words = metadata._WORDS_OF_QWEN if name == "qwen2" else metadata._WORDS_OF_LLAMA_3
+        words = _gguf._WORDS_OF_QWEN if name == "qwen2" else _gguf._WORDS_OF_LLAMA_3
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), whole])
         if name == "qwen2":
             backend.normalizer = normalizers.NFC()
@@ -400,7 +397,7 @@ def test_a_vocabulary_larger_than_the_tokenizers_is_filled(tmp_path):
 def test_without_its_package_the_option_says_which_is_missing(tmp_path, monkeypatch):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    for name in ("gguf_files", "_gguf_metadata", "_gguf_tensors"):
+    for name in ("gguf_files", "_gguf"):
         monkeypatch.delitem(sys.modules, f"fedpriv.models.publishing.{name}")
         monkeypatch.delattr(publishing, name)
     assert "pip install 'fedpriv[llm]'" in fedpriv("export", run, tmp_path / "out", "--gguf", code=2)[1]

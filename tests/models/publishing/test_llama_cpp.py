@@ -22,7 +22,7 @@ pytest.importorskip("gguf", reason="the extra llm is not installed")
 
 from fedpriv.learning.adapters import gguf_file
 from fedpriv.models.publishing import gguf_files, saved
-from fedpriv.models.publishing._card_texts import Precision
+from fedpriv.models.publishing.card import Precision
 from tests.models.publishing.test_gguf import (
     KINDS,
     PLAIN,

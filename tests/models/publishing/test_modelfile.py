@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedpriv.models.publishing import _modelfile, saved
+from fedpriv.models.publishing import gguf_files, saved
 from tests.chats import CHATML, INST, chat_model, chat_tokenizer
 from tests.cli.command_line import fedpriv
 from tests.served import save_run
@@ -84,7 +84,7 @@ def commands(modelfile: str) -> list[tuple[str, str]]:
     return [(name, quoted or plain) for name, quoted, plain in found]
 
 
-def as_go(template: str, chat: _modelfile.Chat) -> str:
+def as_go(template: str, chat: gguf_files.Chat) -> str:
     """What Go makes of a template of the few words that are used here: range, if, else if, eq, not, end."""
     texts, actions = ACTION.split(template)[0::2], ACTION.split(template)[1::2]
     system = "".join(text for role, text in chat if role == "system")
@@ -113,7 +113,7 @@ def as_go(template: str, chat: _modelfile.Chat) -> str:
     return written(0, start, ("", "")) + turns + texts[stop + 1]
 
 
-def jinja(tokenizer: Any, chat: _modelfile.Chat) -> str:
+def jinja(tokenizer: Any, chat: gguf_files.Chat) -> str:
     turns = [{"role": role, "content": text} for role, text in chat]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
@@ -122,7 +122,7 @@ WORDS = st.text(st.sampled_from("ab {}'\"\n<>é|%"), max_size=12).map(lambda tex
 CHATS = st.tuples(st.none() | WORDS, st.lists(st.tuples(WORDS, WORDS), max_size=3), WORDS)
 
 
-def chat_of(drawn: Any) -> _modelfile.Chat:
+def chat_of(drawn: Any) -> gguf_files.Chat:
     system, before, last = drawn
     turns = [turn for said, answer in before for turn in (("user", said), ("assistant", answer))]
     return (*([("system", system)] if system is not None else []), *turns, ("user", last))
@@ -131,7 +131,7 @@ def chat_of(drawn: Any) -> _modelfile.Chat:
 @pytest.mark.parametrize("name", EXPRESSED)
 def test_a_template_of_go_writes_what_the_chat_template_writes(name):
     tokenizer = chat_tokenizer(EXPRESSED[name])
-    texts = _modelfile.turn_texts(tokenizer)
+    texts = gguf_files.turn_texts(tokenizer)
     assert texts is not None
     template = texts.in_go(before="", after="")
 
@@ -144,7 +144,7 @@ def test_a_template_of_go_writes_what_the_chat_template_writes(name):
 
 
 def test_a_turn_has_its_own_words_around_it():
-    assert _modelfile.turn_texts(chat_tokenizer()) == _modelfile.TurnTexts(
+    assert gguf_files.turn_texts(chat_tokenizer()) == gguf_files.TurnTexts(
         opening="",
         system=("<|im_start|>system\n", "<|im_end|>\n"),
         user=("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
@@ -155,7 +155,7 @@ def test_a_turn_has_its_own_words_around_it():
 @pytest.mark.parametrize("reason", OTHERS)
 def test_a_template_that_does_more_has_none(reason):
     tokenizer = chat_tokenizer(OTHERS[reason])
-    texts = _modelfile.turn_texts(tokenizer)
+    texts = gguf_files.turn_texts(tokenizer)
     assert texts is None or reason == "braces"
     if texts is not None:
         assert "{{" in texts.user[0]
@@ -165,10 +165,10 @@ def test_a_template_that_does_more_has_none(reason):
 @pytest.mark.parametrize("name", EXPRESSED)
 def test_go_itself_agrees(name, tmp_path):
     tokenizer = chat_tokenizer(EXPRESSED[name])
-    texts = _modelfile.turn_texts(tokenizer)
+    texts = gguf_files.turn_texts(tokenizer)
     assert texts is not None
     (tmp_path / "main.go").write_text(GO)
-    chats = [*_modelfile._TRIED, (("user", "{{ .System }} \\"), ("assistant", '"""'), ("user", "%s\n\n{{ end }}"))]
+    chats = [*gguf_files._TRIED, (("user", "{{ .System }} \\"), ("assistant", '"""'), ("user", "%s\n\n{{ end }}"))]
     given = {
         "Template": texts.in_go(before="", after=""),
         "Chats": [[{"Role": role, "Content": text} for role, text in chat] for chat in chats],
@@ -189,7 +189,7 @@ def run_of(folder: Path, **values: Any) -> Path:
 def test_a_modelfile_puts_a_prompt_as_predict_does_and_ends_an_answer_there(tmp_path):
     system, around = 'Say "it" kindly \U0001f642\nin  one line', "Q: {}\nIn one word?"
     loaded = saved.load(saved.find(run_of(tmp_path, system_prompt=system, prompt_template=around)))
-    content, has_template = _modelfile.modelfile(loaded, has_model=True)
+    content, has_template = gguf_files.modelfile(loaded, has_model=True)
     found = dict(commands(content))
     assert has_template
     assert found.pop("FROM") == "./model.gguf"
@@ -206,7 +206,7 @@ def test_a_modelfile_puts_a_prompt_as_predict_does_and_ends_an_answer_there(tmp_
 
 
 def test_an_adapter_alone_stands_on_a_base_of_the_readers(tmp_path):
-    content, _ = _modelfile.modelfile(saved.load(saved.find(run_of(tmp_path))), has_model=False)
+    content, _ = gguf_files.modelfile(saved.load(saved.find(run_of(tmp_path))), has_model=False)
     assert commands(content)[:2] == [("FROM", "./base.gguf"), ("ADAPTER", "./adapter.gguf")]
 
 

@@ -11,8 +11,7 @@ import torch
 from fedpriv.learning import adapters
 from fedpriv.models.serving._engine import SharedBase
 from fedpriv.models.serving._generation import KeyValues
-from fedpriv.models.serving._sampling import next_token
-from fedpriv.models.serving._texts import Text
+from fedpriv.models.serving._texts import Text, next_token
 from fedpriv.models.serving.requests import Failed, Finished, Generate, ServingError, TooLongError
 from tests.chats import chat_tokenizer
 from tests.models.serving.conftest import NAMES

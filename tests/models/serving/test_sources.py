@@ -16,9 +16,8 @@ import torch
 from fedpriv.errors import InputError
 from fedpriv.models.serving._engine import Weights
 from fedpriv.models.serving.requests import Classified, DamagedVariantError, Failed, ServingError, UnknownVariantError
-from fedpriv.models.serving.sources import VariantMemory, find
+from fedpriv.models.serving.sources import NoRoomError, VariantMemory, find
 from fedpriv.models.variants.blocks import layout_of
-from fedpriv.models.variants.cache import NoRoomError
 from fedpriv.models.variants.composition import History, Upload
 from fedpriv.models.variants.folders import describe, read, read_tensors
 from fedpriv.models.variants.store import Store

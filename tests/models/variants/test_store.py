@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.errors import InputError, StoreError
-from fedpriv.models.variants import _index, _manifests
-from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants import _index
+from fedpriv.models.variants.blocks import CATALOGUE, Manifest, layout_of, rows_of
 from fedpriv.models.variants.store import Store
 from tests.models.variants.test_blocks import MODELS, same_bits
 from tests.stores import damage_index
@@ -356,10 +356,10 @@ def test_damage_in_the_index_is_named_with_model_and_tensor(two, table, column, 
 def test_a_stranger_s_manifest_that_no_store_writes_is_refused_in_one_line(two, change):
     with Store(two, read_only=True) as store:
         content = store.manifest("base").to_json()
-    assert _manifests.Manifest.from_json(content).to_json() == content
+    assert Manifest.from_json(content).to_json() == content
     change(made := json.loads(content))
     with pytest.raises(ValueError, match=r"\A.+\Z"):
-        _manifests.Manifest.from_json(json.dumps(made).encode())
+        Manifest.from_json(json.dumps(made).encode())
 
 
 def test_a_manifest_that_unpacks_to_more_than_an_index_holds_is_refused(two, monkeypatch):
@@ -410,7 +410,7 @@ def test_blocks_that_are_sound_but_not_the_models_own_are_told(tmp_path):
         add(store, "b", other)
     with closing(sqlite3.connect(tmp_path / "s" / "index.sqlite")) as db, db:
         parts = [rows for (rows,) in db.execute("SELECT rows FROM catalogue ORDER BY first")]
-        whole = np.frombuffer(b"".join(parts), _manifests.CATALOGUE).copy()
+        whole = np.frombuffer(b"".join(parts), CATALOGUE).copy()
         whole["sha256"] = whole["sha256"][::-1]
         rows = np.load(tmp_path / "s" / "blocks.0.npy")
         np.save(tmp_path / "s" / "blocks.0.npy", rows[::-1])
@@ -432,6 +432,6 @@ def test_blocks_that_are_sound_but_not_the_models_own_are_told(tmp_path):
     ],
 )
 def test_a_block_has_the_row_of_its_number_or_none(numbers, expected):
-    catalogue = np.zeros(len(numbers), _manifests.CATALOGUE)
+    catalogue = np.zeros(len(numbers), CATALOGUE)
     catalogue["block"] = numbers
-    assert _manifests.rows_of(catalogue, np.array([2, 3, 5, 9])).tolist() == expected
+    assert rows_of(catalogue, np.array([2, 3, 5, 9])).tolist() == expected

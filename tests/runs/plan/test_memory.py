@@ -106,10 +106,7 @@ def test_a_pass_without_values_takes_what_a_real_one_does(again):
     stack = Stack(parameters=own, owners=torch.zeros(6, dtype=torch.int64))
     with _LiveBytes([*model.peft_model.parameters(), *model.peft_model.buffers()]) as live:
         per_sample_gradients(
-            model.layers,
-            lambda: model.predictions(items, cached=False).losses,
-            stack,
-            recomputed=model.recomputed,
+            model.layers, lambda: model.predictions(items, cached=False).losses, stack, recomputed=model.recomputed
         )
     assert planned == pytest.approx(live.peak, rel=0.03)
 

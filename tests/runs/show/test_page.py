@@ -79,16 +79,7 @@ def test_the_page_holds_the_headline_and_each_client_s_figures(write_run: WriteR
     for figure in ("87.1%", "92.4%", "13.1%", "12.5%", "15.4 MB"):
         assert figure in page.text
     start = page.cells.index("client")
-    assert page.cells[start : start + 8] == [
-        "client",
-        "records",
-        "rounds",
-        "ε local",
-        "ε rho",
-        "δ",
-        "sent",
-        "received",
-    ]
+    assert page.cells[start : start + 8] == ["client", "records", "rounds", "ε local", "ε rho", "δ", "sent", "received"]
     # 0.87 * 340 / N_k * sqrt(10), rounded up; the rho view 2.7 times that.
     assert page.cells[start + 8 : start + 16] == [
         "client 0",

@@ -18,7 +18,7 @@ from fedpriv.errors import InputError
 from fedpriv.runs import files, marked_alive
 from fedpriv.runs._writer import RunWriter, write_json
 from fedpriv.runs.show import _progress_page as progress
-from fedpriv.runs.show import _watch, watch
+from fedpriv.runs.show import _sweeps, watch
 from fedpriv.runs.show._progress_page import PageWriter, RunPage, Share, Timing, kept_page, sweep_page
 from tests.runs.written import client_row, registrations, round_row
 
@@ -243,7 +243,7 @@ def test_watching_waits_for_the_run_and_ends_with_it_and_writes_nothing(
     looks: list[dict[str, Any]] = []
 
     def after_a_look(seconds: float) -> None:
-        before = _watch._look(tmp_path / "run", Console(width=100))
+        before = _sweeps._look(tmp_path / "run", Console(width=100))
         looks.append(before[1])
         if len(looks) == 1:
             assert "no run has begun" in before[0]
@@ -258,7 +258,7 @@ def test_watching_waits_for_the_run_and_ends_with_it_and_writes_nothing(
             written.update(times(tmp_path / "run"))
 
     written: dict[str, int] = {}
-    monkeypatch.setattr(_watch, "time", SimpleNamespace(sleep=after_a_look))
+    monkeypatch.setattr(_sweeps, "time", SimpleNamespace(sleep=after_a_look))
     text, values = shown(tmp_path / "run")
     assert [look.get("state") for look in looks] == [None, "running", None, "running"]
     assert values["state"] == "finished"

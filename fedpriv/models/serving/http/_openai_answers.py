@@ -40,7 +40,9 @@ from fedpriv.models.serving.requests import (
 if TYPE_CHECKING:
     from fedpriv.models.serving.scheduler import Scheduler, Ticket
 
+
 Object = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
+T = TypeVar("T")
 
 
 def choice(index: int, said: Sequence[Piece], finished: Finished, asked: Asked) -> dict[str, Any]:
@@ -149,11 +151,7 @@ def header(asked: Asked, *, is_streamed: bool) -> dict[str, Any]:
 
 
 async def collected(answers: Answers, asked: Asked) -> dict[str, Any]:
-    """The whole answer.
-
-    Raises:
-        ServingError: the engine failed.
-    """
+    """The whole answer; ServingError if the engine failed."""
     said: list[list[Piece]] = [[] for _ in answers.requests]
     ends: dict[int, Finished] = {}
     async for index, event in answers.events():
@@ -172,8 +170,6 @@ async def streamed(
     """The answer as server-sent events; one that fails on the way ends with an event that says so.
 
     Args:
-        answers: submitted.
-        asked: by the client.
         refusal_of: what the client is told about an engine's error.
     """
     start = header(asked, is_streamed=True)
@@ -215,15 +211,8 @@ def _sent(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, allow_nan=False)}\n\n"
 
 
-T = TypeVar("T")
-
-
 class Answers:
-    """The answers to the requests of one client, as the engine finds them.
-
-    Attributes:
-        requests: that were submitted together.
-    """
+    """The answers to the requests of one client, as the engine finds them."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = tuple(requests)
@@ -232,11 +221,7 @@ class Answers:
         self._tickets: list[Ticket] = []
 
     def submit_to(self, serving: Scheduler) -> None:
-        """Submit all of them, or none.
-
-        Raises:
-            ServingError: the engine refuses one.
-        """
+        """Submit all of them, or none; ServingError if the engine refuses one."""
         try:
             for number, request in enumerate(self.requests):
                 self._tickets.append(serving.submit(request, partial(self._tell, number)))
@@ -245,11 +230,7 @@ class Answers:
             raise
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """(number of the request, event), until each has had its last one.
-
-        Raises:
-            ServingError: one of them failed.
-        """
+        """(number of the request, event), until each has had its last one; ServingError if one of them failed."""
         left = len(self.requests)
         while left:
             number, event = await self._events.get()
@@ -270,11 +251,7 @@ class Answers:
 
 
 async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled if the client leaves.
-
-    Raises:
-        ClientDisconnect: it left.
-    """
+    """The result of the work, which is cancelled if the client leaves; then ClientDisconnect is raised."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -24,7 +24,9 @@ _MOST_OF_A_CHAT, _MOST_OF_A_COMPLETION = 20, 5
 # Log-probabilities that count as one input of a request: those of all its answers are about as long as its texts.
 _SCORES_OF_AN_INPUT = 256
 
-
+# OpenAI's own defaults: of `temperature`, and of `max_tokens` for a bare prompt.
+_TEMPERATURE = 1.0
+_COMPLETION_TOKENS = 16
 _PARAMETER, _SUBJECT = re.compile(r"[a-z0-9_.]{1,100}"), re.compile(r"^(Input|String|List) should")
 
 
@@ -166,16 +168,11 @@ class EmbeddingRequest(ClassifyRequest):
 
 
 Asked = CompletionRequest | ChatRequest
-
 Shape = TypeVar("Shape", bound=ModelRequest)
 
 
 def parsed(shape: type[Shape], body: bytes) -> Shape:
-    """The request in a body.
-
-    Raises:
-        RefusalError: it is not valid JSON, or not such a request; names the first thing that is wrong.
-    """
+    """The request in a body; a RefusalError names the first thing that is wrong in what is none."""
     try:
         return shape.model_validate_json(body)
     except ValidationError as error:
@@ -200,11 +197,6 @@ def _wrong(error: ErrorDetails) -> str:
     is_short = isinstance(value, (str, float, bool)) or (isinstance(value, int) and value.bit_length() < 64)
     said = f" = {shown(value) if isinstance(value, str) else json.dumps(value)}" if is_short else ""
     return f"{said}: {_SUBJECT.sub('must', error['msg'])}"
-
-
-# OpenAI's own defaults: of `temperature`, and of `max_tokens` for a bare prompt.
-_TEMPERATURE = 1.0
-_COMPLETION_TOKENS = 16
 
 
 def checked(asked: Asked, limits: RequestLimits) -> int:
@@ -251,11 +243,8 @@ def engine_requests(
     with the next seed.
 
     Args:
-        asked: by the client.
-        prompts: its prompts, or its chat.
         limit: new tokens of an answer.
         max_tokens: of a prompt and its answer.
-        client: who asks.
 
     Raises:
         TooLongError: a prompt leaves no room for an answer, or not for as many tokens as it asks for.
@@ -290,11 +279,7 @@ def _lengths(asked: Asked, limit: int) -> tuple[int | None, int]:
 
 
 def _room(max_tokens: int, prompt: Tokens, least: int) -> int:
-    """The number of tokens that may follow a prompt.
-
-    Raises:
-        ServingError: it has no token, or leaves less room than this.
-    """
+    """The number of tokens that may follow a prompt."""
     if not prompt:
         raise ServingError("The prompt has no token.")
     room = max_tokens - len(prompt)

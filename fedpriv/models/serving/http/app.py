@@ -15,8 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from fedpriv.models.serving.http._catalogue import PUBLIC_BASE, Catalogue
-from fedpriv.models.serving.http._entrance import CONTENT_TYPE, Entrance, ServerMetrics
 from fedpriv.models.serving.http._openai_answers import (
     Answers,
     EventStream,
@@ -37,7 +35,15 @@ from fedpriv.models.serving.http._openai_requests import (
     engine_requests,
     parsed,
 )
-from fedpriv.models.serving.http.limits import InFlight, RequestLimits, ThreadTurns
+from fedpriv.models.serving.http.cards import PUBLIC_BASE, Catalogue
+from fedpriv.models.serving.http.limits import (
+    CONTENT_TYPE,
+    Entrance,
+    InFlight,
+    RequestLimits,
+    ServerMetrics,
+    ThreadTurns,
+)
 from fedpriv.models.serving.http.refusals import RefusalError, of_engine
 from fedpriv.models.serving.http.tokens import ANYONE, Token, Tokens
 from fedpriv.models.serving.requests import Classified, Classify, Embed, Embedded, ServingError
@@ -64,10 +70,6 @@ def create_app(
     """The ASGI application of a server.
 
     Args:
-        serving: the engine.
-        cards: what its variants cost.
-        tokens: who may ask for which of them.
-        limits: of each client.
         aliases: {other name: variant}.
 
     Raises:
@@ -86,8 +88,6 @@ def create_app(
 
 
 class _Routes:
-    """The endpoints of one server."""
-
     def __init__(
         self, serving: Scheduler, catalogue: Catalogue, cards: Cards, limits: RequestLimits, metrics: ServerMetrics
     ) -> None:

@@ -1,31 +1,35 @@
-"""The cost of a variant to its data holders, and the cost of several that are read together.
+"""The variants of a server as clients see them: the names that it answers to, who may use which, and what they cost.
 
-From each variant's `variant.json`, a store's manifests, and the summary of the run that they belong to. Epsilons hold
-on the `local` view, where every upload counts in full, as the coordinator saw it; of a run of secure sums on the view
-that its budget or target is on, `aggregate`.
+Costs come from each variant's `variant.json`, a store's manifests, and the summary of the run that they belong to.
+Epsilons hold on the `local` view, where every upload counts in full, as the coordinator saw it; of a run of secure sums
+on the view that its budget or target is on, `aggregate`.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedpriv.errors import InputError, StoreError
+from fedpriv.models.serving.http.refusals import unknown_model
+from fedpriv.models.serving.http.tokens import Token
+from fedpriv.models.serving.requests import BASE
 from fedpriv.models.variants import Manifest, folders, is_store
+from fedpriv.models.variants.blocks import accuracy_after, perplexity_after, utilities
 from fedpriv.models.variants.composition import (
     Guarantee,
     History,
-    PublicationCost,
     events_on,
     publication_cost,
     smallest_deltas,
 )
 from fedpriv.models.variants.folders import Described
-from fedpriv.models.variants.outcomes import accuracy_after, perplexity_after, utilities
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.law import Unit
 from fedpriv.privacy.accounting.risk import Risk, risk_of_person, risks_of
@@ -33,11 +37,24 @@ from fedpriv.privacy.ledger.statement import adjacency_of
 from fedpriv.runs import files
 from fedpriv.texts import risk_in_words
 
+if TYPE_CHECKING:
+    from fedpriv.models.serving.scheduler import Scheduler
+
+
 _RUN_KEYS = (
     *("run_id", "noise_source", "ledger_head", "unit", "privacy_view", "aggregate_objections"),
     *("epsilon_local_max", "epsilon_aggregate_max", "delta_max"),
 )
+
 _RISK = ("mu", "mu_regret", "advantage", "tpr_at_fpr")
+
+PUBLIC_BASE: Mapping[str, Any] = {
+    "is_base": True,
+    "note": "the public base model: no holder's record went into it, and reading it costs nobody anything",
+}
+"""The card of the base; it has no epsilon, since there is nobody whom one would protect."""
+
+_ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +62,6 @@ class _Stored:
     """A variant as its store describes it.
 
     Attributes:
-        bases: whose blocks it may hold.
         stated: what it cost, with whatever was spent on validation; None if the store does not say.
         accuracy, perplexity: on the validation records; None of what is not measured, or if the records are private.
         is_private: validation was itself a release, which no upload tells of.
@@ -63,9 +79,6 @@ class Cards:
 
     Nothing is read before it is asked for: a description lists every upload behind a variant. An epsilon may take
     seconds, and is kept. May be used by one thread at a time.
-
-    Args:
-        source: the folder.
     """
 
     def __init__(self, source: Path) -> None:
@@ -105,7 +118,7 @@ class Cards:
         units = {event.unit for each in described for event in _events(each.history)}
         note, method, guarantee, risk = "", "basic", by_store, None
         if len(described) == len(consulted) and not hidden and len(units) <= 1:
-            cost, risk = _composed(described), _risk(described)
+            cost, risk = publication_cost(*_united(described)), _risk(described)
             known = cost.guarantee
             if by_store is None or known.epsilon <= by_store.epsilon:
                 guarantee = known
@@ -220,11 +233,6 @@ def _stored(manifest: Manifest) -> _Stored:
     )
 
 
-def _composed(described: list[Described]) -> PublicationCost:
-    """The cost of reading all of them; one history of all uploads where these are known, since each counts once."""
-    return publication_cost(*_united(described))
-
-
 def _united(described: list[Described]) -> tuple[list[History], dict[str, float]]:
     """The histories to be composed, and {data set: the smallest delta of any}."""
     deltas = smallest_deltas(stated for each in described for stated in each.deltas.items())
@@ -279,3 +287,60 @@ def _ancestors(histories: list[History]) -> dict[str, Any]:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Catalogue:
+    """The names of one server.
+
+    A token may use an alias if it may use the variant that the alias stands for: another name opens nothing.
+
+    Args:
+        aliases: {alias: the variant that it stands for}.
+
+    Raises:
+        InputError: an alias is malformed or a variant's name, or stands for none of the variants.
+    """
+
+    def __init__(self, serving: Scheduler, aliases: Mapping[str, str]) -> None:
+        self._serving, self._aliases = serving, dict(aliases)
+        self._created = int(time.time())
+        for alias, variant in aliases.items():
+            if not _ALIAS.fullmatch(alias):
+                raise InputError(f"alias = {alias!r}: must be letters, digits, '.', '_' and '-', at most 64")
+            if alias in serving.names:
+                raise InputError(f"alias = {alias!r}: is the name of a variant; give another")
+            if variant not in serving.names:
+                raise InputError(f"alias = {f'{alias}={variant}'!r}: there is no variant {variant!r}")
+
+    def resolve(self, token: Token, name: str) -> str:
+        """The variant that a name stands for; one RefusalError if there is none, and if the token may not use it."""
+        variant = self._aliases.get(name, name)
+        if not self.may(token, variant):
+            raise unknown_model(name)
+        return variant
+
+    def may(self, token: Token, variant: str) -> bool:
+        """Whether a variant is loaded and the token may use it."""
+        return token.allows(variant) and variant in self._serving.names
+
+    def allowed(self, token: Token) -> list[str]:
+        """The variants that the token may use, in order."""
+        return [name for name in self._serving.names if token.allows(name)]
+
+    def entries(self, token: Token) -> list[dict[str, Any]]:
+        """These variants and their aliases, as OpenAI's API lists models."""
+        aliases = [alias for alias, variant in self._aliases.items() if self.may(token, variant)]
+        return [self.entry(name) for name in (*self.allowed(token), *aliases)]
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """A variant or an alias, as OpenAI's API lists models."""
+        found = {"id": name, "object": "model", "created": self._created, "owned_by": "fedpriv"}
+        if self.is_base(name):
+            found["is_base"] = True
+        if name in self._aliases:
+            found["alias_of"] = self._aliases[name]
+        return found
+
+    def is_base(self, name: str) -> bool:
+        """Whether this is the base itself."""
+        return name == BASE and self._serving.has_base

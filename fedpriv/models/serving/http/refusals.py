@@ -20,17 +20,23 @@ from fedpriv.models.serving.requests import (
 
 _SHOWN = 100
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class RefusalError(Exception):
     """A request that is not answered.
 
     Attributes:
-        status: of HTTP.
         message: one line; holds nothing that the client's token may not see.
         code: names the reason; one of a few, since metrics count by it.
         param: the part of the request that it is about.
-        headers: further ones of the response.
     """
 
     def __init__(
@@ -80,12 +86,7 @@ def stopping() -> RefusalError:
 
 
 def of_engine(error: ServingError, name: str) -> RefusalError:
-    """The refusal that tells a client of an engine's error.
-
-    Args:
-        error: of the engine.
-        name: of the variant that was asked.
-    """
+    """The refusal that tells a client of an engine's error."""
     match error:
         case UnknownVariantError():
             return unknown_model(name)
@@ -98,15 +99,6 @@ def of_engine(error: ServingError, name: str) -> RefusalError:
         case BusyError():
             return busy()
     return RefusalError(400, str(error), code="not_answered")
-
-
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 def values_of(scope: Scope, name: bytes) -> list[bytes]:

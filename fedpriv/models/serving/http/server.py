@@ -1,11 +1,15 @@
-"""A running server: uvicorn on loopback or a Unix socket, how it ends, and when it reads its tokens again."""
+"""How a server is reached: uvicorn on loopback or a Unix socket, how it ends, and an nginx for other machines."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
+import re
 import signal
 import socket
+import ssl
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +20,89 @@ from starlette.types import ASGIApp
 
 from fedpriv.errors import InputError
 from fedpriv.models.serving.http.limits import RequestLimits
+from fedpriv.models.serving.http.refusals import RefusalError
 from fedpriv.models.serving.http.tokens import Tokens
 
 log = logging.getLogger("fedpriv")
 
 # Connections and requests under way beyond which a request is a 503; nginx lets through fewer.
 _MOST_AT_ONCE = 512
+
 _MOST_HEAD_BYTES = 2**14
 _KEEP_ALIVE_SECONDS = 75  # longer than nginx keeps its connections to here, so that it never meets a closed one
+
+# Of what nginx writes as it is; a path with a space, a quote or a dollar sign would mean something else there.
+_PATH = re.compile(r"[A-Za-z0-9/._@+-]+")
+
+_NGINX = """\
+# Written by `fedpriv serve --nginx`, for conf.d/ of nginx >= 1.18.
+limit_req_zone $binary_remote_addr zone=fedpriv_requests:4m rate={per_address}r/s;
+limit_conn_zone $binary_remote_addr zone=fedpriv_connections:4m;
+limit_conn_zone $server_port zone=fedpriv_all:1m;
+
+upstream fedpriv {{
+    server {upstream};
+    keepalive 32;
+}}
+
+server {{
+    listen {port} ssl;
+    listen [::]:{port} ssl;
+    server_name _;
+    server_tokens off;
+    ssl_certificate {certificate};
+    ssl_certificate_key {key};
+    ssl_protocols TLSv1.2 TLSv1.3;
+
+    client_header_timeout 10s;
+    client_body_timeout 10s;
+    send_timeout 30s;
+    keepalive_timeout 5s;
+    reset_timedout_connection on;
+    client_max_body_size {body_bytes};
+    # A prompt is never written to a disk.
+    client_body_buffer_size {body_bytes};
+    proxy_max_temp_file_size 0;
+
+    limit_req zone=fedpriv_requests burst={per_address} nodelay;
+    limit_conn fedpriv_connections {per_address};
+    limit_conn fedpriv_all 400;
+    limit_req_status 429;
+    limit_conn_status 429;
+
+    location / {{
+        proxy_pass http://fedpriv;
+        proxy_http_version 1.1;
+        proxy_set_header Connection "";
+        proxy_set_header Host $host;
+        proxy_read_timeout 600s;
+        # Answers are taken at once, however slowly they are read, but for streams, whose X-Accel-Buffering forbids it.
+        proxy_buffering on;
+    }}
+{refusals}}}
+"""
+
+_REFUSAL = """
+    error_page {statuses} ={status} /_refused/{status};
+    location = /_refused/{status} {{
+        internal;
+        default_type application/json;
+        add_header Cache-Control no-store always;
+        return {status} '{body}';
+    }}
+"""
+
+# {status: (statuses of nginx that become it, code, message)}, in the shape of all other errors.
+_REFUSALS = {
+    400: ("400 501 505", "invalid_http", "This is not a valid HTTP request."),
+    405: ("405", "wrong_method", "This address takes another method."),
+    408: ("408", "slow_request", "The request did not come in time."),
+    413: ("413", "body_too_large", "The body is too long."),
+    414: ("414", "invalid_http", "The address is too long."),
+    429: ("429", "too_many_requests", "This address asks too much at once; try again in a moment."),
+    431: ("431 494", "head_too_large", "The headers are too long."),
+    502: ("502 503 504", "not_there", "The server does not answer; try again later."),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +129,7 @@ class Address:
             return self.host == "localhost"
 
     def check(self, *, has_tokens: bool, behind_proxy: bool) -> None:
-        """Refuse to be reached by other machines without a proxy and tokens.
-
-        Raises:
-            InputError: it would be.
-        """
+        """Refuse, with an InputError, to be reached by other machines without a proxy and tokens."""
         if not self.is_local and not (behind_proxy and has_tokens):
             raise InputError(
                 f"host = {self.host!r}: other machines could ask and listen in; keep 127.0.0.1 and put the nginx of "
@@ -62,11 +137,7 @@ class Address:
             )
 
     def bound(self) -> socket.socket:
-        """A socket that is bound to it.
-
-        Raises:
-            InputError: it cannot be.
-        """
+        """A socket that is bound to it; InputError if it cannot be."""
         try:
             if self.path is not None:
                 return _bound_to_path(self.path)
@@ -107,8 +178,6 @@ class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, then finishes what is under way for `drain_seconds`; a second one ends it.
 
     Args:
-        app: the ASGI application.
-        address: where to listen.
         on_ready: is told the URL once clients can connect.
         drain_seconds: after which requests that are still under way are answered with 503.
     """
@@ -136,11 +205,7 @@ class Server(uvicorn.Server):
         self._address, self._on_ready = address, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and tell where.
-
-        Raises:
-            InputError: the address cannot be listened on.
-        """
+        """Listen, and tell where; InputError if the address cannot be listened on."""
         bound = self._address.bound()
         await super().startup([bound])
         self._on_ready(self._address.url(bound))
@@ -159,8 +224,7 @@ class Server(uvicorn.Server):
 def run(app: ASGIApp, tokens: Tokens, limits: RequestLimits, address: Address, on_ready: Callable[[str], None]) -> None:
     """Serve in this process's main thread until a signal ends it; SIGHUP reads the tokens again.
 
-    Raises:
-        InputError: the address cannot be listened on.
+    InputError if the address cannot be listened on.
     """
 
     def reload(number: int, frame: FrameType | None) -> None:
@@ -174,3 +238,52 @@ def run(app: ASGIApp, tokens: Tokens, limits: RequestLimits, address: Address, o
         Server(app, address, on_ready, limits.drain_seconds).run()
     finally:
         signal.signal(signal.SIGHUP, previous)
+
+
+def nginx_configuration(address: Address, limits: RequestLimits, *, port: int, certificate: Path, key: Path) -> str:
+    """The configuration of an nginx that listens on a port for other machines.
+
+    Args:
+        certificate: PEM file of the certificate and those that sign it.
+        key: PEM file of its key.
+
+    Raises:
+        InputError: the address has no fixed port, a path cannot be written there, or the certificate not be used.
+    """
+    if address.path is None and not address.port:
+        raise InputError("port = 0: nginx has to know it; give --port or --socket")
+    _check_certificate(certificate, key)
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    upstream = f"unix:{_nginx_path(address.path)}" if address.path else f"{host}:{address.port}"
+    refusals = [
+        _REFUSAL.format(
+            statuses=statuses, status=status, body=json.dumps(RefusalError(status, message, code=code).as_dict())
+        )
+        for status, (statuses, code, message) in _REFUSALS.items()
+    ]
+    return _NGINX.format(
+        upstream=upstream,
+        port=port,
+        certificate=_nginx_path(certificate),
+        key=_nginx_path(key),
+        body_bytes=limits.body_bytes,
+        per_address=limits.connections_per_address,
+        refusals="".join(refusals),
+    )
+
+
+def _nginx_path(path: Path) -> str:
+    found = str(path.absolute())
+    if not _PATH.fullmatch(found):
+        raise InputError(f"path = {found!r}: for nginx it must be of letters, digits and / . _ @ + - alone")
+    return found
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    try:
+        if stat.S_IMODE(key.stat().st_mode) & stat.S_IRWXO:
+            raise InputError(f"key = {str(key)!r}: anyone on this machine can open it; run chmod o= on it")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"certificate, key = {str(certificate)!r}, {str(key)!r}: cannot be used ({reason})") from None

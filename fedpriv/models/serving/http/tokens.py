@@ -34,7 +34,6 @@ class Token:
     """The rights of the bearer of a token.
 
     Attributes:
-        name: of the token, for the operator.
         sha256: of the token, in hexadecimal digits.
         variants: names, or patterns with `*`, `?` and `[...]`, of the variants that it may use.
         metrics: whether it may read /metrics, which tells how much all others ask.
@@ -86,11 +85,7 @@ class Tokens:
         return self._path is not None
 
     def reload(self) -> int:
-        """Read the file again and return the number of tokens; if it is wrong, those of before stay.
-
-        Raises:
-            InputError: see `read`.
-        """
+        """Read the file again (see `read`) and return the number of tokens; if it is wrong, those of before stay."""
         if self._path is not None:
             self._tokens = read(self._path)
         return len(self._tokens)
@@ -127,9 +122,6 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
 
     Args:
         path: of the file, which is created if it is missing; what else stands there stays as it is.
-        name: of the token.
-        variants: see `Token`.
-        metrics: see `Token`.
 
     Raises:
         InputError: see `Token` and `read`; or the file has a token of that name.

@@ -15,7 +15,8 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.runs import files
 from fedpriv.runs.show import _tracking
-from fedpriv.runs.show._tracker import Place, tracker_of
+from fedpriv.runs.show._tracker import Place
+from fedpriv.runs.show._trackers import tracker_of
 from fedpriv.runs.show._tracking import RunTeller
 from simulations.engines import federation
 from simulations.sites import free_port

@@ -24,7 +24,8 @@ from rich.console import Console
 
 from fedpriv.config import parse
 from fedpriv.runs import files
-from fedpriv.runs.show._tracker import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS, Place, tracker_of
+from fedpriv.runs.show._tracker import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS, Place
+from fedpriv.runs.show._trackers import tracker_of
 from fedpriv.runs.show._tracking import RunTeller, read_position
 from simulations.engines import federation
 from simulations.sites import free_port
@@ -306,8 +307,5 @@ def test_wandb_holds_the_tables_and_nothing_else(small_run, tmp_path, monkeypatc
     assert (run.host, run.sweep_id, run.git.remote_url) == ("", "", "")
     assert not kinds & {"stats", "output", "output_raw", "environment", "files"}
     (artifact,) = artifacts
-    assert sorted(entry.path for entry in artifact.manifest.contents) == [
-        *ADAPTER,
-        *("config.toml", "report.html"),
-    ]
+    assert sorted(entry.path for entry in artifact.manifest.contents) == [*ADAPTER, *("config.toml", "report.html")]
     assert getpass.getuser() not in (run.host, run.entity)

@@ -27,12 +27,7 @@ def file(tmp_path):
 def test_all_wrong_keys_are_told_at_once(file):
     code, lines = check(file, 'ronds = 3\nrank = 0\noptimizer = "lion"\nnoise_multiplier = 1\ntarget_epsilon = 8\n')
     assert code == 2
-    assert [line.split(":")[0] for line in lines] == [
-        "ronds",
-        "noise_multiplier = 1",
-        "rank = 0",
-        "optimizer = 'lion'",
-    ]
+    assert [line.split(":")[0] for line in lines] == ["ronds", "noise_multiplier = 1", "rank = 0", "optimizer = 'lion'"]
     assert "did you mean rounds?" in lines[0]
     assert "'sgd' or 'adamw'" in lines[3]
 
@@ -91,11 +86,7 @@ def test_completion_knows_the_names_of_options():
     found = CliRunner().invoke(
         app,
         prog_name="fedpriv",
-        env={
-            "_FEDPRIV_COMPLETE": "complete_bash",
-            "COMP_WORDS": "fedpriv account --accountant cl",
-            "COMP_CWORD": "3",
-        },
+        env={"_FEDPRIV_COMPLETE": "complete_bash", "COMP_WORDS": "fedpriv account --accountant cl", "COMP_CWORD": "3"},
     )
     assert found.stdout.split() == ["closed-form"]
 

@@ -1,13 +1,17 @@
-"""The folder of a store: refused, made, read, and searched for damage.
+"""The folder of a store: refused, made, read, and searched for damage; and the file of its blocks.
 
-Damage is found by the SHA-256 of every block, manifest, extra tensor and basis.
+Blocks are rows of equal size in a file, appended durably, and mapped. Its format is NumPy's .npy, which np.load can
+read and the system can map. Damage is found by the SHA-256 of every block, manifest, extra tensor and basis.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +20,97 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
 from fedpriv.models.variants._index import FILE, NEW, Index, State
-from fedpriv.models.variants._manifests import Manifest, array_sha256, rows_of
-from fedpriv.models.variants._rows import RowFile
-from fedpriv.models.variants.blocks import tensors_in
+from fedpriv.models.variants.blocks import Manifest, array_sha256, rows_of, tensors_in
 from fedpriv.models.variants.lossless import Reference
 
 LOCK = "lock"
-
 _UNDER_WAY = (NEW, f"{NEW}-journal")
 _BLOCKS = re.compile(r"blocks\.([0-9]+)\.npy")
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows.
+
+    Attributes:
+        row_shape: shape of one row; () where a row is one value.
+    """
+
+    path: Path
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row."""
+        return self.dtype.itemsize * int(np.prod(self.row_shape))
+
+    def header(self, num_rows: int) -> bytes:
+        """The file's header; its length does not depend on the number of rows, since NumPy leaves room for growth."""
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self.dtype),
+            "fortran_order": False,
+            "shape": (num_rows, *self.row_shape),
+        }
+        buffer = io.BytesIO()
+        np.lib.format.write_array_header_1_0(buffer, header)
+        return buffer.getvalue()
+
+    def size(self, num_rows: int) -> int:
+        """Bytes of a file with this many rows."""
+        return len(self.header(num_rows)) + num_rows * self.row_bytes
+
+    def write(self, first: int, chunks: Iterable[NDArray[Any]]) -> None:
+        """Write rows from index `first` on, replacing all that follow; durable when this returns.
+
+        Earlier rows are not touched, and at any instant the header counts either them alone or all rows written.
+        """
+        # Never through a link: what it leads to may be another's file.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(descriptor, "r+b") as file:
+            file.write(self.header(first))
+            file.seek(self.size(first))
+            num_rows = first
+            for chunk in chunks:
+                num_rows += file.write(np.ascontiguousarray(chunk).data) // self.row_bytes
+            file.truncate()
+            file.seek(0)
+            file.write(self.header(num_rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def trim(self, num_rows: int) -> None:
+        """Cut off what a killed writer left after this many rows; a file with fewer rows stays as it is."""
+        size = self.path.stat().st_size if self.path.exists() else -1
+        if size >= self.size(num_rows) and (size, self._read_header()) != (self.size(num_rows), self.header(num_rows)):
+            self.write(num_rows, [])
+
+    def map(self, num_rows: int) -> NDArray[Any]:
+        """The first rows, mapped read-only from the file; fewer if the file is too short."""
+        offset = len(self.header(0))
+        if num_rows and self.path.exists():
+            num_rows = min(num_rows, (self.path.stat().st_size - offset) // self.row_bytes)
+        if num_rows <= 0 or not self.path.exists():
+            return np.empty((0, *self.row_shape), self.dtype)
+        mapped = np.memmap(self.path, self.dtype, "r", offset, (num_rows, *self.row_shape))
+        return np.asarray(mapped)  # a plain array, since slicing a memmap is slower
+
+    def damage(self, num_rows: int) -> str | None:
+        """Say how a file that should hold at least this many rows is damaged, without reading them; or None."""
+        if not self.path.exists():
+            return "is missing" if num_rows else None
+        size = self.path.stat().st_size
+        if size < self.size(num_rows):
+            return f"is truncated: {size} bytes instead of {self.size(num_rows)}"
+        # A writer that was killed while appending has left more rows.
+        num_present = (size - self.size(0)) // self.row_bytes
+        if self._read_header() not in (self.header(num_rows), self.header(num_present)):
+            return "has a damaged header"
+        return None
+
+    def _read_header(self) -> bytes:
+        with self.path.open("rb") as file:
+            return file.read(self.size(0))
 
 
 def is_store(path: Path) -> bool:
@@ -33,11 +119,7 @@ def is_store(path: Path) -> bool:
 
 
 def check_folder(path: Path, *, read_only: bool) -> None:
-    """Refuse a folder that is not a store and must not become one.
-
-    Raises:
-        InputError: it is missing, or holds something else.
-    """
+    """Refuse, with an InputError, a folder that is not a store and must not become one."""
     if path.exists() and not path.is_dir():
         raise InputError(f"store = {path}: a file; a store is a folder")
     if is_store(path):
@@ -53,7 +135,6 @@ def own_files(path: Path, state: State | None) -> Iterator[str]:
     """The names of files that a store wrote into its folder and does not need; files of others may be there too.
 
     Args:
-        path: of the folder.
         state: of the store; None if it needs none but its lock and the charges.
     """
     yield from _UNDER_WAY
@@ -68,7 +149,6 @@ def problems(index: Index, rows: RowFile | None) -> list[str]:
     """One line for each damaged tensor of a model, or damaged file; [] for a sound store.
 
     Args:
-        index: of the store.
         rows: the file of its blocks; None before the first model is stored.
     """
     lines, num_rows, catalogue = [], index.state.num_rows, index.catalogue
@@ -105,7 +185,6 @@ def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bo
 
     Args:
         blocks: [k, block_size]; fewer rows if the file is too short, and the missing ones count as damaged.
-        catalogue: [k] of these blocks.
     """
     damaged = np.ones(len(catalogue), bool)
     for row, block in enumerate(np.ascontiguousarray(blocks).view(np.uint8)):
@@ -114,12 +193,7 @@ def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bo
 
 
 def damaged_tensors(manifest: Manifest, damaged: NDArray[np.bool_]) -> list[str]:
-    """One line for each tensor of a model that has damaged blocks.
-
-    Args:
-        manifest: of the model.
-        damaged: [num_blocks].
-    """
+    """One line for each tensor of a model that has damaged blocks."""
     lines = []
     for name, positions in manifest.layout.blocked.items():
         if (bad := np.flatnonzero(damaged[positions.start : positions.stop])).size:

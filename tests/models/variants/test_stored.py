@@ -13,12 +13,7 @@ def outcome(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def rows_of(*outcomes: dict[str, Any], base_bytes: int | None = 90_000_000) -> dict[str, tuple[str, ...]]:
-    stored = StoredVariants(
-        lossless=False,
-        outcomes=outcomes,
-        bytes_stored=1_000_000,
-        bytes_logical=3_000_000,
-    )
+    stored = StoredVariants(lossless=False, outcomes=outcomes, bytes_stored=1_000_000, bytes_logical=3_000_000)
     table = stored.closing_table(base_bytes)
     assert table.caption == f"{len(outcomes)} variants in shared blocks"
     return {name: tuple(rest) for name, *rest in table.rows}
