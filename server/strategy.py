@@ -26,8 +26,7 @@ from fedpriv.learning.aggregation.server_optimizers import ServerOptimizer, serv
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import UpdateSpec, num_trained_values, trained_names
 from fedpriv.learning.training.noise_plan import start_noise
-from fedpriv.learning.training.schedule import RunSchedule
-from fedpriv.learning.training.summing import mean_of_sum, mean_upload
+from fedpriv.learning.training.rounds import RunSchedule, mean_of_sum, mean_upload
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from fedpriv.runs import USABLE, ClientRow, RoundRow

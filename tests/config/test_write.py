@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.config.__main__ import written
+from fedpriv.config._schema import written
 from fedpriv.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ class ExtraSection(ConfigSection, title="Execution"):
 USE = """
 import json, tomllib
 from fedpriv.config import Fact, RunConfig, checked, parse, parse_overrides, schema, to_flower, to_toml
-from fedpriv.config.__main__ import main
+from fedpriv.config._schema import main
 main()
 config = parse(parse_overrides(["extra_sizes=[4, 5]"]))
 print(json.dumps({

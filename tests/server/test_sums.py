@@ -18,7 +18,7 @@ from fedpriv.holder.wire import protocol
 from fedpriv.holder.wire.protocol import Registration
 from fedpriv.learning.training._coordinates import Coordinates
 from fedpriv.learning.training.local_update import UpdateSpec
-from fedpriv.learning.training.summing import mean_of_sum
+from fedpriv.learning.training.rounds import mean_of_sum
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.mechanisms.discrete_gaussian import integers

@@ -35,8 +35,17 @@ from fedpriv.errors import InputError, first_line
 from fedpriv.files import write_new
 from fedpriv.learning.adapters._base_models import cache_folder, quiet_transformers
 
+log = logging.getLogger(__name__)
+
 # Parts of the names of an adapter's parameters, of which some rules train only a part.
 _OF_ADAPTERS = (".lora_", ".modules_to_save.", ".ln_tuning_layers.")
+
+# Values that share a scale. Where a row of a weight ends within a block, bitsandbytes reads wrong scales on a CPU, some
+# from beyond their end.
+_BLOCK = 64
+
+# Of smaller models there is nothing to save.
+_LEAST_BYTES = 2**24
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,11 +144,6 @@ def _in_bfloat16(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return output.to(torch.bfloat16)
 
 
-# Values that share a scale. Where a row of a weight ends within a block, bitsandbytes reads wrong scales on a CPU, some
-# from beyond their end.
-_BLOCK = 64
-
-
 def quantise(name: str, model: Any, device: torch.device) -> None:
     """Put NF4 layers in the place of a model's frozen linear layers, and make every other parameter float32.
 
@@ -207,12 +211,6 @@ def _in_nf4(linear: Any, device: torch.device) -> nn.Module:
     layer.support_avx512bf16_for_cpu = False
     quantised: nn.Module = layer.eval()
     return quantised
-
-
-log = logging.getLogger(__name__)
-
-# Of smaller models there is nothing to save.
-_LEAST_BYTES = 2**24
 
 
 def _shared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,8 +32,15 @@ from fedpriv.learning.adapters import _locations as locations
 from fedpriv.learning.adapters import pooling
 from fedpriv.learning.adapters._locations import model_digest, quiet_hub
 
+log = logging.getLogger(__name__)
+
 # Configuration, weights and tokenizer; no code, and no pickled weights.
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+
+# Hidden files are no part of a model's folder.
+_DIGEST_FILE = ".sha256"
+_MAGIC = b"GGUF"
+_TOKENS = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True)
@@ -260,14 +267,6 @@ def quiet_transformers() -> Iterator[None]:
         log.set_verbosity(verbosity)
         if bars_were_enabled:
             log.enable_progress_bar()
-
-
-log = logging.getLogger(__name__)
-
-# Hidden files are no part of a model's folder.
-_DIGEST_FILE = ".sha256"
-_MAGIC = b"GGUF"
-_TOKENS = "tokenizer.ggml.tokens"
 
 
 def _folder_of_gguf(file: Path, name: str) -> Path:

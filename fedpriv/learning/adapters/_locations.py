@@ -42,6 +42,13 @@ _Kind = Literal["model", "dataset"]
 # A file that is asked for; that it is missing says nothing of the repository.
 _ASKED_FOR: dict[_Kind, str] = {"model": "config.json", "dataset": "README.md"}
 
+# The files in which transformers finds the names of others, and their entries that name weights, configurations or
+# vocabularies.
+_NAMING = re.compile(r"(tokenizer_)?config(\..+)?\.json|.+\.index\.json")
+_ENTRIES = re.compile(r"weight_map|transformers_weights|\w+_files?|\w*spm|vocab|merges")
+# It writes these, and opens none of them.
+_WRITTEN_ONLY = {"tokenizer_file", "special_tokens_map_file"}
+
 
 def locate(name: str) -> Path | None:
     """The folder or GGUF file on this machine that the name stands for; None if it is a name on the Hub.
@@ -264,14 +271,6 @@ def _files(folder: Path) -> list[Path]:
     if linked := next((path for path in found if path.is_symlink() and path.is_dir()), None):
         raise InputError(f"model = {str(folder)!r}: {linked.name} is a link to a folder; put the folder itself there")
     return [path for path in found if path.is_file()]
-
-
-# The files in which transformers finds the names of others, and their entries that name weights, configurations or
-# vocabularies.
-_NAMING = re.compile(r"(tokenizer_)?config(\..+)?\.json|.+\.index\.json")
-_ENTRIES = re.compile(r"weight_map|transformers_weights|\w+_files?|\w*spm|vocab|merges")
-# It writes these, and opens none of them.
-_WRITTEN_ONLY = {"tokenizer_file", "special_tokens_map_file"}
 
 
 def _check_names(folder: Path) -> None:

@@ -35,6 +35,14 @@ BIAS_SCALE = _CONSTANT * STATE_SCALE
 # Encoders whose head reads the pooler's output or the first token's state.
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"}
 
+# Their forward passes call one module, `classifier`, with all tokens' states.
+_CALLED_WITH_STATES = {"roberta", "xlm-roberta", "camembert", "electra"}
+# Its forward pass applies pre_classifier, ReLU, dropout and classifier to the first token's state.
+_WITH_RELU = "distilbert"
+
+REPLACED = frozenset({*_CALLED_WITH_STATES, _WITH_RELU})
+"""Model types whose head of several layers becomes one layer where features are normalised."""
+
 
 def pooling_of(model: Any, *, normalize: bool = False) -> str:
     """`mean` for the encoders that this module knows; `model`, the model's own pooling, for all others.
@@ -140,15 +148,6 @@ def _pool_by_the_mean(encoder: Any, *, alone: bool) -> None:
         encoder.pooler.register_forward_hook(pool)
     else:
         encoder.register_forward_hook(replace_states)
-
-
-# Their forward passes call one module, `classifier`, with all tokens' states.
-_CALLED_WITH_STATES = {"roberta", "xlm-roberta", "camembert", "electra"}
-# Its forward pass applies pre_classifier, ReLU, dropout and classifier to the first token's state.
-_WITH_RELU = "distilbert"
-
-REPLACED = frozenset({*_CALLED_WITH_STATES, _WITH_RELU})
-"""Model types whose head of several layers becomes one layer where features are normalised."""
 
 
 def linear_head(model: Any) -> tuple[str, nn.Linear] | None:

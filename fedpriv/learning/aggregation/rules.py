@@ -93,14 +93,14 @@ RULES = _Rules(
     {
         "dp-lora": _known("dp-lora", _AVERAGE),
         "fedavg": _known("fedavg", _AVERAGE),
-        "t-fedavg": _known("t-fedavg", "_t_fedavg:t_fedavg"),
+        "t-fedavg": _known("t-fedavg", "_fedavg:t_fedavg"),
         "cmfl": _known("cmfl", "_cmfl:cmfl"),
         "ffa-lora": _known("ffa-lora", _AVERAGE),
         "rolora": _known("rolora", _AVERAGE),
-        "fedsvd": _known("fedsvd", _AVERAGE, "_fedsvd:rebased"),
+        "fedsvd": _known("fedsvd", _AVERAGE, "_products:rebased"),
         "fed-sb": _known("fed-sb", _AVERAGE),
-        "fedex-lora": _known("fedex-lora", "_fedex_lora:fedex_lora"),
-        "flora": _known("flora", "_flora:flora"),
+        "fedex-lora": _known("fedex-lora", "_products:fedex_lora"),
+        "flora": _known("flora", "_products:flora"),
     },
 )
 """{`aggregation` of a configuration: how that rule makes the next global model}."""

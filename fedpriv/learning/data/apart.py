@@ -14,7 +14,7 @@ from pathlib import Path
 from fedpriv.config import DataSection
 from fedpriv.errors import InputError
 from fedpriv.learning.data._mistakes import folded
-from fedpriv.learning.data._text import TextData
+from fedpriv.learning.data.text import TextData
 from fedpriv.texts import counted
 
 Content = str | bytes | tuple[str, ...]

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from fedpriv.errors import InputError, first_line, is_memory_failure
-from fedpriv.learning.data._text import Turn, turns_of
+from fedpriv.learning.data.text import Turn, turns_of
 
 RESPONSE_MASK = "response_mask"
 """A feature of each token: 1 where a model is to predict it. Without this feature, it is to predict all of them."""
@@ -39,6 +39,7 @@ _LEARNED = ("opening", "response", "end")
 _CUTTABLE = ("prompt", "system")
 
 _Span = tuple[str, _Kind]
+
 _Token = tuple[int, int]
 """(id, index of the span that it belongs to)."""
 
@@ -50,7 +51,7 @@ class ChatFormat:
     Attributes:
         system_prompt: put before chats that have no system turn; empty puts none.
         prompt_template: a text around each prompt, with one `{}` in its place; empty stands for the prompt alone.
-        has_messages: whether the texts of records are turns, see `fedpriv.learning.data._text`, or prompts.
+        has_messages: whether the texts of records are turns, see `fedpriv.learning.data.text`, or prompts.
     """
 
     system_prompt: str = ""

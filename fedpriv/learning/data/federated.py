@@ -21,20 +21,18 @@ import numpy as np
 
 from fedpriv.config import EMBEDDED, IN_MEMORY, ON_NODES, DataSection, Fact, RunConfig
 from fedpriv.errors import InputError, first_line
-from fedpriv.learning.data import _own as own
 from fedpriv.learning.data import hospital
 from fedpriv.learning.data._mistakes import check_table
-from fedpriv.learning.data._tables import Table, instructions, read_table, release_memory, to_text
-from fedpriv.learning.data._text import DataSource, FederatedData, TextData, response_of
+from fedpriv.learning.data._tables import OwnRecord, Table, instructions, read_own, read_table, release_memory, to_text
 from fedpriv.learning.data.apart import check_texts
-from fedpriv.learning.data.persons import by_person
+from fedpriv.learning.data.text import DataSource, FederatedData, TextData, by_person, response_of
 
 if TYPE_CHECKING:
     from fedpriv.learning.data.tensors import TensorRecords
 
-Held = TypeVar("Held", TextData, "TensorRecords")
-
 log = logging.getLogger(__name__)
+
+Held = TypeVar("Held", TextData, "TensorRecords")
 
 _NO_RECORDS = TextData((), ())
 
@@ -155,8 +153,8 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     Raises:
         InputError: the file or a column cannot be used; no record decides that.
     """
-    places = own.read(source if config.labels else replace(source, label_column=""))
-    read = [record for record in places if isinstance(record, own.OwnRecord)]
+    places = read_own(source if config.labels else replace(source, label_column=""))
+    read = [record for record in places if isinstance(record, OwnRecord)]
     if len(read) < len(places):
         log.warning("%d of %d records cannot be read; nothing trains on them", len(places) - len(read), len(places))
     nameless = sum(not record.person.strip() for record in read) if source.person_column else 0
@@ -166,7 +164,7 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     return FederatedData((of_own(read, source, config.labels),), ("",), _NO_RECORDS, label_names)
 
 
-def of_own(records: Sequence[own.OwnRecord], source: DataSource, labels: Sequence[str]) -> TextData:
+def of_own(records: Sequence[OwnRecord], source: DataSource, labels: Sequence[str]) -> TextData:
     """The records of a node's file that count, as the file has them: nothing that a run can set has changed them.
 
     Args:

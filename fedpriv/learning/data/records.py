@@ -12,9 +12,13 @@ from torch import Tensor
 
 from fedpriv.config import DataSection, RunConfig
 from fedpriv.errors import InputError, is_memory_failure
-from fedpriv.learning.data._text import TextData
 from fedpriv.learning.data.chat import ChatFormat, Row
-from fedpriv.learning.data.persons import by_person
+from fedpriv.learning.data.text import TextData, by_person
+
+# [records] of a tokenizer, texts, second texts if records have them, and the most tokens of a record.
+Encode = Callable[[Any, Sequence[str], Sequence[str] | None, int], list[Row]]
+
+_FEATURES = ("input_ids", "token_type_ids")
 
 
 class RecordSet(Protocol):
@@ -128,12 +132,6 @@ def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
     smallest = tokenizer.num_special_tokens_to_add(pair=pairs) + (2 if pairs else 1)
     if max_length < smallest:
         raise InputError(f"max_length = {max_length}: must be at least {smallest}, with the tokenizer's special tokens")
-
-
-# [records] of a tokenizer, texts, second texts if records have them, and the most tokens of a record.
-Encode = Callable[[Any, Sequence[str], Sequence[str] | None, int], list[Row]]
-
-_FEATURES = ("input_ids", "token_type_ids")
 
 
 def encode(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:

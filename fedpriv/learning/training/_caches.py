@@ -30,11 +30,13 @@ from torch import Tensor, nn
 from fedpriv.files import require_room
 from fedpriv.learning.adapters import Merged, same_merged
 from fedpriv.learning.data.records import Item, Records, num_tokens, usable
-from fedpriv.learning.training._isolation import isolated
+from fedpriv.learning.training.independence import isolated, shared, side_by_side
 from fedpriv.learning.training.progress import FEATURES, READING, Tell
-from fedpriv.learning.training.workers import shared, side_by_side
 
 log = logging.getLogger(__name__)
+
+Drawn = tuple[Records, Tensor]
+"""Some records of a set, by their indices, int64 [records]."""
 
 
 @dataclass(frozen=True)
@@ -313,10 +315,6 @@ class PrefixCache:
         except (OSError, MemoryError) as error:
             log.warning("no room for %d MiB of the prefix cache: %s", size // 2**20, error)
             return None
-
-
-Drawn = tuple[Records, Tensor]
-"""Some records of a set, by their indices, int64 [records]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.learning.training._coordinates import VectorLayout
-from fedpriv.learning.training.clipping import ROUNDING_MARGIN, check_clip_norm
+from fedpriv.learning.training.private_sums import ROUNDING_MARGIN, check_clip_norm
 
 # Bits of a record's features, below the power of two that bounds their norm; of a residual, below 1; and of a
 # coefficient, below the clip norm. A record then adds less than 2^39 units, so that a float64 holds the sum of 2^14
@@ -28,6 +28,7 @@ from fedpriv.learning.training.clipping import ROUNDING_MARGIN, check_clip_norm
 _FEATURE_BITS = 21
 _RESIDUAL_BITS = 26
 _COEFFICIENT_BITS = 17
+
 ROWS_OF_A_PRODUCT = 2**14
 """Records whose gradients one product may add."""
 _LOWER_BITS = 31

@@ -20,13 +20,18 @@ import torch
 from fedpriv.errors import InputError
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Item, Records, num_tokens, usable
-from fedpriv.learning.training._decoding import TOKENS_OF_A_PASS, Tokens, prompt_and_response
-from fedpriv.learning.training._losses import predictions
-from fedpriv.learning.training._passes import batches
+from fedpriv.learning.training._passes import TOKENS_OF_A_PASS, batches, predictions
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.progress import TESTING
 
+log = logging.getLogger(__name__)
+
+Tokens = tuple[int, ...]
+"""The ids of a text's tokens."""
+
 Confusion = tuple[tuple[int, ...], ...]
+
+_RECORDS_PER_PASS = 64
 
 
 def confusion_matrix(labels: npt.ArrayLike, predicted: npt.ArrayLike, num_classes: int) -> Confusion:
@@ -190,9 +195,6 @@ def rouge_l(references: Sequence[str], answers: Sequence[str]) -> npt.NDArray[np
     return np.array([scorer.score(reference, answer)["rougeL"].fmeasure for reference, answer in pairs], dtype=float)
 
 
-_RECORDS_PER_PASS = 64
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Means over records.
@@ -318,9 +320,6 @@ def _confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
     return confusion_matrix(choices.truth, likeliest, len(choices.records))
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choices:
     """The test records whose response is one of the allowed answers.
@@ -332,6 +331,20 @@ class Choices:
 
     records: tuple[Records, ...]
     truth: tuple[int, ...]
+
+
+def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
+    """The prompt before a record's last response, and that response with its end of turn; both empty without one."""
+    records, index = item
+    tokens: list[int] = records.features["input_ids"][index].tolist()
+    mask: list[int] = records.features[RESPONSE_MASK][index].tolist()
+    end = len(mask)
+    while end and not mask[end - 1]:
+        end -= 1
+    begin = end
+    while begin and mask[begin - 1]:
+        begin -= 1
+    return (tuple(tokens[:begin]), tuple(tokens[begin:end])) if end else ((), ())
 
 
 def choices_of(records: Records, tokenizer: Any, answers: Sequence[str]) -> Choices:

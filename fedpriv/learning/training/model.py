@@ -32,18 +32,21 @@ from fedpriv.learning.training._caches import (
     input_of,
     skipping_prefix,
 )
-from fedpriv.learning.training._isolation import raising_failures
-from fedpriv.learning.training._losses import (
+from fedpriv.learning.training._passes import (
+    Footprint,
     Predictions,
+    batches,
     class_sum_losses,
     input_of_last,
     next_token_targets,
     output_layer,
+    padded,
     places_of,
     predictions,
     sliced_predictions,
+    to_device,
 )
-from fedpriv.learning.training._passes import Footprint, batches, padded, to_device
+from fedpriv.learning.training.independence import raising_failures
 from fedpriv.learning.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 from fedpriv.learning.training.progress import Tell, silent
 

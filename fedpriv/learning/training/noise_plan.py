@@ -13,8 +13,7 @@ from fedpriv.learning.adapters import Adapter, leading_block
 from fedpriv.learning.training.local_update import planned_event, trained_names
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.learning.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.learning.training.schedule import RunSchedule
-from fedpriv.learning.training.summing import grid_of, record_weights
+from fedpriv.learning.training.rounds import RunSchedule, grid_of, record_weights
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.calibration import Schedule, calibrate_all, calibrate_to_risk
 from fedpriv.privacy.accounting.events import Event

@@ -29,7 +29,7 @@ from fedpriv.learning.data.apart import check_apart
 from fedpriv.learning.data.federated import check_sizes
 from fedpriv.learning.data.tensors import Batch, TensorItem, TensorRecords, tensor_records
 from fedpriv.learning.training._caches import FeatureCache, PrefixCache
-from fedpriv.learning.training._losses import Predictions
+from fedpriv.learning.training._passes import Predictions
 from fedpriv.learning.training.evaluation import Evaluation, confusion_matrix
 from fedpriv.learning.training.own_models import OwnModel
 from fedpriv.learning.training.progress import TESTING, Tell, silent

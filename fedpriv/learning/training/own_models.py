@@ -21,11 +21,9 @@ from fedpriv.errors import InputError, first_line
 from fedpriv.learning.adapters import Adapter
 from fedpriv.learning.data.tensors import Batch, form_of, num_records, rows_of
 from fedpriv.learning.training._coordinates import VectorLayout
-from fedpriv.learning.training._isolation import isolated
-from fedpriv.learning.training._sampling import PoissonSampler
-from fedpriv.learning.training.independence import LOSSES, Change, culprit, dependence
+from fedpriv.learning.training.independence import LOSSES, Change, culprit, dependence, isolated
 from fedpriv.learning.training.per_sample import per_sample_gradients, trainable_layers
-from fedpriv.learning.training.summing import noised_sum
+from fedpriv.learning.training.private_sums import PoissonSampler, noised_sum
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource
 

@@ -16,10 +16,9 @@ from fedpriv.errors import is_memory_failure
 from fedpriv.learning.adapters import Adapter, Merged, lora
 from fedpriv.learning.data.records import Records, RecordSet, num_tokens, usable
 from fedpriv.learning.training import local_update
-from fedpriv.learning.training._isolation import finite, raising_failures, refusing
+from fedpriv.learning.training.independence import finite, raising_failures, refusing, shared, side_by_side
 from fedpriv.learning.training.local_update import ClientUpdate, TrainedModel, UpdateSpec, UpdateTask, noise_request
 from fedpriv.learning.training.model import TrainingModel
-from fedpriv.learning.training.workers import shared, side_by_side
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from fedpriv.privacy.mechanisms.sources import RandomSource

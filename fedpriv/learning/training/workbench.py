@@ -30,10 +30,8 @@ from fedpriv.learning.adapters import (
     save,
 )
 from fedpriv.learning.data import DataSource, FederatedData, TextData, federated
-from fedpriv.learning.data.accounts import accounts
 from fedpriv.learning.data.chat import ChatFormat
-from fedpriv.learning.data.digests import DataDigests, digests_of_files
-from fedpriv.learning.data.persons import at_most
+from fedpriv.learning.data.identity import DataDigests, accounts, digests_of_files
 from fedpriv.learning.data.records import (
     Encode,
     Encoder,
@@ -44,21 +42,29 @@ from fedpriv.learning.data.records import (
     tokenize,
     usable,
 )
+from fedpriv.learning.data.text import at_most
 from fedpriv.learning.training._admission import admit, check_learns, check_weights, in_format, public_record
-from fedpriv.learning.training._isolation import refusing
 from fedpriv.learning.training._passes import RECORDS_OF_A_STEP
 from fedpriv.learning.training.evaluation import Choices, Evaluation, evaluate
+from fedpriv.learning.training.independence import num_cores, refusing
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.rehearsal import random_records
 from fedpriv.learning.training.stacked import local_update
-from fedpriv.learning.training.workers import num_cores
 from fedpriv.privacy.mechanisms.sources import SeededSource
 
 log = logging.getLogger(__name__)
 
 # The tokens of so many clients stay, or of those asked in four rounds; of more, the first go, which are seldom asked.
 _LEAST_KEPT = 1000
+
+# The last workbench, by what it depends on; with `base_dtype = auto` also by what that came to.
+_last: dict[Hashable, Workbench] = {}
+# The one that was last asked for.
+_asked: dict[tuple[int, int], tuple[Workbench, RunConfig, DataSource | None]] = {}
+_own: dict[str, Callable[[RunConfig], Workbench]] = {}
+
+_NUM_LABELS = 8
 
 
 def load_model(
@@ -425,15 +431,6 @@ def forget() -> None:
     """Free the last workbench; the next one reads data and model again."""
     _last.clear()
     _asked.clear()
-
-
-# The last workbench, by what it depends on; with `base_dtype = auto` also by what that came to.
-_last: dict[Hashable, Workbench] = {}
-# The one that was last asked for.
-_asked: dict[tuple[int, int], tuple[Workbench, RunConfig, DataSource | None]] = {}
-_own: dict[str, Callable[[RunConfig], Workbench]] = {}
-
-_NUM_LABELS = 8
 
 
 def records_per_second(at_least_seconds: float = 2.0) -> float:

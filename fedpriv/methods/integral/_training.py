@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from fedpriv.errors import InputError
 from fedpriv.learning.training import PoissonSampler
-from fedpriv.learning.training.clipping import add_clipped, clipped_sums
-from fedpriv.learning.training.summing import noised_sum
+from fedpriv.learning.training.private_sums import add_clipped, clipped_sums, noised_sum
 from fedpriv.methods.integral._networks import from_vectors, is_perceptron, to_vector
 from fedpriv.methods.integral._subsamples import Indices
 from fedpriv.privacy.accounting.events import Event

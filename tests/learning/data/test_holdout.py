@@ -7,8 +7,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.learning.data._text import TextData
 from fedpriv.learning.data.federated import held_out
+from fedpriv.learning.data.text import TextData
 
 RECORDS = st.lists(st.tuples(st.text(), st.sampled_from(["a", "b"]), st.text()), max_size=30)
 

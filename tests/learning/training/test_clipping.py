@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.learning.training.clipping import (
+from fedpriv.learning.training.private_sums import (
     MOST_ROWS,
     add_clipped,
     add_finite,

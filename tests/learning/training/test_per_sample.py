@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedpriv.learning.adapters import LoraSettings, attach, load_base
 from fedpriv.learning.data.records import collate
-from fedpriv.learning.training._losses import predictions
+from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.per_sample import per_sample_gradients, trainable_layers
 
 

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from fedpriv.errors import InputError
-from fedpriv.learning.training._sampling import MOST_REGISTERED, PoissonSampler
+from fedpriv.learning.training.private_sums import MOST_REGISTERED, PoissonSampler
 from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 
 FALSE_ALARM = 1e-6

@@ -13,7 +13,7 @@ from fedpriv.errors import InputError
 from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.learning.adapters.pooling import BIAS_SCALE
 from fedpriv.learning.training.noise_plan import _num_lora_values
-from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.rounds import RunSchedule
 
 RATES = {"learning_rate": 13.0, "lora_head_learning_rate": 4.0, "lora_learning_rate": 20.0}
 ONES = dict.fromkeys([*RATES, "start_noise_multiplier"], 1.0)

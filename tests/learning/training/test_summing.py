@@ -11,8 +11,8 @@ from fedpriv.learning.adapters import read
 from fedpriv.learning.aggregation._fedavg import weighted_average, weights_by_size
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.rounds import client_masses, grid_of, mean_of_sum, mean_upload, num_included
 from fedpriv.learning.training.stacked import execute_stacked
-from fedpriv.learning.training.summing import client_masses, grid_of, mean_of_sum, mean_upload, num_included
 from fedpriv.privacy.mechanisms.discrete_gaussian import integers
 from fedpriv.privacy.mechanisms.sources import SeededSource
 

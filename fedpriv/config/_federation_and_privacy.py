@@ -1,4 +1,4 @@
-"""The sections of a configuration on the steps of a client, their phases, and on clipping, noise and what they cost."""
+"""The sections of a configuration on rounds and clients, and on clients' steps, their clipping, noise and cost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,98 @@ from fedpriv.config._section import (
     NonNegative,
     Positive,
     Probability,
+    Sizes,
 )
+from fedpriv.config.rules import RULE_FACTS, RuleFacts
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederationSection(ConfigSection, title="Federation"):
+    """The rounds of a run, whom they wait for, and how the server aggregates uploads."""
+
+    rounds: Annotated[Count, Fact.BY_TRAIN] = 40
+    """includes the head's start; with `train = auto` and R, an upper limit"""
+    head_start: Annotated[bool, Fact.TEXTS] = True
+    """the first round is one noised release of features, summed by class, from which the head starts"""
+    evaluate_every: Count = 1
+    """rounds between the server's tests; the last is always tested"""
+    lora_rounds: Annotated[Annotated[int, Field(ge=0)] | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = 4
+    """the last rounds, which train A and B with the head; empty: all after the start, with the same noise"""
+    trained_rank: Annotated[Count | None, Maybe, Fact.BY_TRAIN | Fact.TEXTS] = None
+    """the rank of R's leading block that is trained, at most `rank`; empty: all"""
+    lora_share: Annotated[float, Field(gt=0, lt=0.8), Fact.BY_TRAIN | Fact.TEXTS] = 0.02
+    """share of the budget for the last `lora_rounds`, in 1 / z^2"""
+    clients_per_round: Annotated[int, Field(ge=0)] = 0
+    """clients sampled per round; 0: all"""
+    min_clients: Count = 1
+    """with fewer valid replies a round asks further clients or ends the run, which can be resumed. With
+    `secure_aggregation` this is [the threshold t](secure_aggregation.md#the-threshold)"""
+    round_seconds: Positive = 3600.0
+    """how long a round waits; later replies are discarded, and their clients remain charged"""
+    registration_seconds: Annotated[Positive, Fact.RELOADS] = 300.0
+    """how long a run waits for nodes; it goes on with those that registered"""
+    node_keys: Annotated[str, Fact.LOCATION] = ""
+    """a folder with each vault's public key, `PARTITION-ID.pub`; other nodes are left out"""
+    aggregation: Annotated[str, Fact.RELEASE | Fact.RELOADS] = "dp-lora"
+    """[how uploads become the next model](aggregation.md); or [a rule of your
+    own](aggregation.md#a-rule-of-your-own)"""
+    client_ranks: Annotated[Sizes, Fact.RELOADS | Fact.TEXTS] = ()
+    """with `flora`: a rank for each client, such as `[4, 8, 16]`; empty: `rank`"""
+    client_weights: Literal["auto", "records", "root-records"] = "auto"
+    """rho_k, an upload's weight, in proportion to N_k (`records`) or N_k^1.5 (`root-records`). `auto`: `root-records`,
+    but `records` with `secure_aggregation`"""
+    server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"
+    """the server's [step](aggregation.md#server-optimizers) from the sum of uploads, at no cost in privacy"""
+    server_learning_rate: Positive = 1.0
+    """of the server's step"""
+    server_rate_decay: Literal["none", "linear"] = "none"
+    """`linear`: the server's rates fall to 1 / `rounds` of themselves"""
+    lora_server_optimizer: Annotated[Literal["same", "adam"], Fact.BY_TRAIN | Fact.TEXTS] = "same"
+    """`server_optimizer` for A and B, or R; `adam` where records are enough for LoRA to pay"""
+    lora_server_learning_rate: Annotated[Positive, Fact.BY_TRAIN | Fact.TEXTS] = 0.02
+    """of `lora_server_optimizer = adam`"""
+    server_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """the share of its last step that `momentum` keeps"""
+    upload_codec: Annotated[Literal["float32", "bfloat16", "int8", "ternary"], Fact.RELOADS] = "float32"
+    """of uploads; rounding comes after the noise, so it costs no privacy"""
+    relevance_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
+    """of [`cmfl`](aggregation.md#what-each-rule-does): how far an update must agree with the last global one to be
+    sent"""
+    max_update_norm: Annotated[Positive | None, Maybe] = None
+    """the largest L2 distance of an accepted upload from the broadcast; empty: no limit. With a limit the `aggregate`
+    view does not hold"""
+
+    @property
+    def rule(self) -> RuleFacts:
+        """The facts of the aggregation rule.
+
+        Raises:
+            InputError: its name is unknown.
+        """
+        return RULE_FACTS.named(self.aggregation)
+
+    def _check_aggregation(self) -> None:
+        if self.client_ranks and not self.rule.restarts:
+            raise ValueError(
+                f"client_ranks = {list(self.client_ranks)}: aggregation = {self.aggregation} averages tensors of one "
+                f"shape; clients of different ranks need {RULE_FACTS.names_of(lambda rule: rule.restarts)}"
+            )
+        if self.rule.ternary and self.upload_codec not in ("float32", "ternary"):
+            raise ValueError(
+                f"upload_codec = {self.upload_codec}: {self.aggregation} sends ternary codes; leave it out"
+            )
+
+    def _check_server_optimizer(self) -> None:
+        plain = self.server_optimizer == "sgd" and self.server_learning_rate == 1
+        plain = plain and self.lora_server_optimizer == "same" and self.server_rate_decay == "none"
+        if not plain and not self.rule.linear:
+            raise ValueError(
+                f"server_optimizer = {self.server_optimizer}, server_learning_rate = {self.server_learning_rate}, "
+                f"server_rate_decay = {self.server_rate_decay}, lora_server_optimizer = {self.lora_server_optimizer}: "
+                f"aggregation = {self.aggregation} is no weighted sum of the uploads; use sgd, 1, none and same, or "
+                f"one of {RULE_FACTS.names_of(lambda rule: rule.linear)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
