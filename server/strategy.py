@@ -22,7 +22,7 @@ from fedpriv.holder.wire.frames import TRAIN
 from fedpriv.holder.wire.protocol import Broadcast
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.aggregation import RULES, GlobalModel, fresh_start, recentred, started
-from fedpriv.learning.aggregation.server_optimizers import ServerOptimizer, server_step
+from fedpriv.learning.aggregation.rules import ServerOptimizer, server_step
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import UpdateSpec, num_trained_values, trained_names
 from fedpriv.learning.training.noise_plan import start_noise

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from fedpriv.config._federation_and_privacy import RULE_FACTS as RULE_FACTS
     from fedpriv.config._federation_and_privacy import FederationSection as FederationSection
     from fedpriv.config._federation_and_privacy import Phase as Phase
+    from fedpriv.config._federation_and_privacy import RuleFacts as RuleFacts
+    from fedpriv.config._federation_and_privacy import Trains as Trains
     from fedpriv.config._federation_and_privacy import UpdateSection as UpdateSection
     from fedpriv.config._model_and_data import EMBEDDED as EMBEDDED
     from fedpriv.config._model_and_data import IN_MEMORY as IN_MEMORY

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedpriv.config._federation_and_privacy import RULE_FACTS
 from fedpriv.config._model_and_data import OWN_MODEL
 from fedpriv.config._section import ConfigSection, split
-from fedpriv.config.rules import RULE_FACTS
 from fedpriv.privacy.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]

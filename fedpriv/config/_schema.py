@@ -21,10 +21,10 @@ import tomli_w
 from pydantic import BeforeValidator, TypeAdapter
 
 from fedpriv import config as configuration
+from fedpriv.config._federation_and_privacy import RULE_FACTS
 from fedpriv.config._recipes import BY_RECIPE, LEFT_TO_RECIPES
 from fedpriv.config._run_config import RunConfig
 from fedpriv.config._section import Fact, one_for_all
-from fedpriv.config.rules import RULE_FACTS
 from fedpriv.errors import InputError
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 
@@ -205,9 +205,6 @@ def _shown(default: Any) -> str:
 
 def written(root: Path) -> dict[Path, str]:
     """{file that is made of the keys, wholly or in part: the text that it should have}.
-
-    Args:
-        root: of a clone.
 
     Raises:
         InputError: a file has no place for a table.

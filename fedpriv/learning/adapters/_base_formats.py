@@ -151,9 +151,7 @@ def quantise(name: str, model: Any, device: torch.device) -> None:
     was.
 
     Args:
-        name: of the model, for messages.
         model: of transformers, without an adapter; changed in place.
-        device: that trains.
 
     Raises:
         InputError: bitsandbytes is missing or does not work on this device, or the model has no such layers.
@@ -216,10 +214,7 @@ def _in_nf4(linear: Any, device: torch.device) -> nn.Module:
 def _shared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Equal tensors that are mapped from a file; the given ones if they are small, or if there can be no such file.
 
-    Writing to a mapped tensor changes neither the file nor what other processes see.
-
-    Args:
-        weights: on the CPU, none of them a view of another.
+    Writing to a mapped tensor changes neither the file nor what other processes see. None may be a view of another.
     """
     own = {name: tensor.contiguous() for name, tensor in weights.items()}
     if sum(tensor.nbytes for tensor in own.values()) < _LEAST_BYTES:

@@ -153,7 +153,6 @@ def load_base(
         task: `SEQ_CLS` or `CAUSAL_LM`.
         labels: for `SEQ_CLS`, the classes in order.
         num_labels: their number, >= 2, where they have no names.
-        seed: of the new head.
         normalize: whether the head reads vectors of a fixed length.
         dtype: of the weights; `auto` is the checkpoint's own.
 
@@ -271,10 +270,6 @@ def quiet_transformers() -> Iterator[None]:
 
 def _folder_of_gguf(file: Path, name: str) -> Path:
     """The folder with the model of a GGUF file, which is made when it is first asked for.
-
-    Args:
-        file: with weights and tokenizer.
-        name: as the user gave it, for messages.
 
     Raises:
         InputError: the file is no GGUF, is of an architecture that transformers does not read, or has no tokenizer; the

@@ -236,7 +236,6 @@ def model_digest(folder: Path, *, weights: bool = True) -> str:
     Nothing else decides what a model from this folder computes: one by which loaders find other files is refused.
 
     Args:
-        folder: of the model.
         weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
 
     Raises:

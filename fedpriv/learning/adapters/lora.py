@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fedpriv.config.rules import Trains
+from fedpriv.config import Trains
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file, replaced_file
 from fedpriv.learning.adapters import pooling
@@ -166,8 +166,6 @@ def attach(
 
     Args:
         base: the frozen model.
-        settings: of the adapter.
-        seed: of what starts at random.
         factors: the frozen factors of each LoRA layer, between which an R lies; by default singular vectors.
         rows: A of each LoRA layer, where B alone is trained; by default peft's random one.
 
@@ -351,7 +349,6 @@ def save(
 
     Args:
         model: a model with an adapter of the same kind.
-        base: of the model.
         directory: created if it does not exist; links to files in it, as in a cache, are replaced and not followed.
         adapter: the trained tensors by peft's names; None takes the model's own. The frozen tensors of the model's
             adapter are added.
@@ -449,10 +446,6 @@ def read_convention(directory: Path) -> dict[str, Any]:
 
 def checked_convention(convention: Any, path: Path) -> dict[str, Any]:
     """The content of a `fedpriv.json`, if this fedpriv can use an adapter that it describes.
-
-    Args:
-        convention: the content.
-        path: where it is kept, for errors.
 
     Raises:
         InputError: it is damaged or of another version.

@@ -99,13 +99,7 @@ def describe(
 
 
 def _persons(table: Table, person: str, client: str) -> dict[str, int]:
-    """The number of persons, and how many have several records, or records at several clients.
-
-    Args:
-        table: the records.
-        person: column that says whom a record is about; nothing is counted if it is empty.
-        client: column with the holder of each record, or empty.
-    """
+    """The number of persons, and how many have several records, or several clients, if a column names any."""
     if not person:
         return {}
     named = [value for value in table.names_of(person) if value is not None]
@@ -227,7 +221,6 @@ class Mended:
     """A cleaned copy.
 
     Attributes:
-        num_records: that it holds.
         changes: one line for each thing that was changed, with the number and the first places of its records.
         left: the findings that it still has.
     """
@@ -241,14 +234,11 @@ def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str]
     """Write a copy of a table in which names have one spelling, and every record has what a run needs, once.
 
     Names of clients, persons and labels lose blanks around them and take the most frequent spelling, or the label
-    agreed on; a likely misspelt client takes the name that is meant. Records without client, person, label or text go,
-    and so do those that repeat an earlier one in every column. All else is as it was.
+    agreed on, but for those to keep; a likely misspelt client takes the name that is meant. Records without client,
+    person, label or text go, and so do those that repeat an earlier one in every column. All else is as it was.
 
     Args:
-        table: that is left alone.
-        roles: of its columns.
         out: a new .csv or .jsonl file, which its user alone may read.
-        keep: names that stay as they are.
 
     Raises:
         InputError: the file has another ending or is taken, or a CSV file cannot hold a value.

@@ -35,7 +35,6 @@ class Table:
     """The records of a file or of a data set on the Hub, and how the file was read.
 
     Attributes:
-        source: as it was asked for.
         columns: {name: [records] values}; the names of classes, and None where a value is missing.
         lines: the line at which each record begins, from 1; empty where records are no lines.
         separator: of a CSV file; None of any other.
@@ -127,8 +126,7 @@ def write_lines(source: str, path: Path, *, separator: Separator = "auto", encod
     Args:
         source: a file whose quoted fields may go on over lines, or a data set on the Hub.
         path: of a new file, which its user alone may read.
-        separator: of the file, as for `read_table`.
-        encoding: as there.
+        separator, encoding: as for `read_table`.
 
     Raises:
         InputError: the table cannot be read, or the path is taken.

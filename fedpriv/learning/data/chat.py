@@ -100,7 +100,6 @@ class ChatFormat:
         """Refuse a tokenizer or a length that no record could be put to the model with.
 
         Args:
-            tokenizer: a transformers tokenizer.
             model: name to show in errors.
             max_length: tokens of a record.
 

@@ -98,7 +98,6 @@ def check_sizes(config: RunConfig, sizes: Mapping[str, int]) -> None:
     """Refuse clients without records, or with fewer than a batch is expected to have.
 
     Args:
-        config: of the run.
         sizes: {name of a client: its number of records}, by partition id.
 
     Raises:
@@ -126,9 +125,7 @@ def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
 def _units(persons: Sequence[str | None] | None, num_records: int) -> list[list[int]]:
     """The records of each unit, by their places: of each person, or each record by itself.
 
-    Args:
-        persons: whom each record is about, None for nobody; None altogether where records are the unit.
-        num_records: of them all.
+    Records about nobody, whose person is None, are in no unit.
     """
     if persons is None:
         return [[place] for place in range(num_records)]
@@ -168,7 +165,6 @@ def of_own(records: Sequence[OwnRecord], source: DataSource, labels: Sequence[st
     """The records of a node's file that count, as the file has them: nothing that a run can set has changed them.
 
     Args:
-        records: of the file.
         source: of the records; where it names a column of persons, one that names nobody does not count.
         labels: that the node's operator agreed to; records with others do not count. Empty lets all count.
     """
@@ -314,13 +310,7 @@ def _holders(table: Table, config: DataSection) -> set[object]:
 
 
 def _usable(table: Table, config: RunConfig, source: str, *, among: Sequence[int] | None = None) -> Sequence[int]:
-    """The records that have a label, or answer, and one of the configured if there are any; there must be some.
-
-    Args:
-        table: of records.
-        config: of the run.
-        source: of the table, for errors.
-        among: the records that count; None for all.
+    """The records that have a label, or answer, and one of the configured if there are any; of `among`, or of all.
 
     Raises:
         InputError: there are none.
@@ -348,10 +338,7 @@ def _usable(table: Table, config: RunConfig, source: str, *, among: Sequence[int
 def _split(rows: Sequence[int], persons: Sequence[str | None] | None, config: RunConfig) -> tuple[list[int], list[int]]:
     """The training records, and a random test set, a `test_fraction` of the units, that the seed determines.
 
-    Args:
-        rows: of the records.
-        persons: whom each record of the table is about; None where the unit is the record.
-        config: of the run.
+    With persons, None or the name of each record of the table, these are the units.
     """
     units = _units(None if persons is None else [persons[row] for row in rows], len(rows))
     order = np.random.default_rng(config.seed).permutation(len(units)).tolist()
@@ -380,14 +367,11 @@ def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfi
 
 
 def _partition(table: Table, rows: Sequence[int], config: RunConfig) -> tuple[list[list[int]], list[str]]:
-    """The rows of each client, and the clients' names.
+    """The training rows of each client, and the clients' names, by the configuration's partition rule.
 
-    Args:
-        table: of records.
-        rows: of the training records.
-        config: whose partition rule is `natural`: by `client_column`, in sorted order; `iid`: evenly, at random;
-            `dirichlet`: by label, with concentration `dirichlet_alpha`; or `sizes`: at random into `client_sizes`.
-            Where the unit is the person, persons are dealt out, each with all records, as its first record would be.
+    `natural`: by `client_column`, in sorted order; `iid`: evenly, at random; `dirichlet`: by label, with concentration
+    `dirichlet_alpha`; `sizes`: at random into `client_sizes`. Where the unit is the person, persons are dealt out, each
+    with all records, as its first record would be.
 
     Raises:
         InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
@@ -407,13 +391,7 @@ def _partition(table: Table, rows: Sequence[int], config: RunConfig) -> tuple[li
 
 
 def _dealt(num_units: int, labels: Sequence[Any] | None, config: RunConfig) -> list[list[int]]:
-    """The units that a rule which draws gives each client.
-
-    Args:
-        num_units: of them all.
-        labels: of their first records; None where the rule asks for none.
-        config: as for `_partition`.
-    """
+    """The units that a rule which draws gives each client; by the labels of their first records, if it asks for any."""
     if config.partition_rule == "sizes" and sum(config.client_sizes) > num_units:
         raise InputError(
             f"client_sizes = {list(config.client_sizes)}: sum to {sum(config.client_sizes)}, but there are "
@@ -473,7 +451,6 @@ def held_out(data: Held, *, fraction: float, key: bytes) -> tuple[Held, Held]:
     the same side, whichever these are.
 
     Args:
-        data: of one holder.
         fraction: probability of being set aside, in (0, 1), over the keys.
         key: 1 to 64 bytes. To anyone who knows it, the number of records on either side tells who is there.
     """

@@ -121,10 +121,6 @@ def accounts(config: RunConfig, names: Sequence[str]) -> tuple[str, ...]:
 
     A named holder keeps its account whoever else takes part. A client that is only a number has an account for this way
     of dealing out these data, since in any other it holds other records. The place of a file does not count.
-
-    Args:
-        config: of the run.
-        names: of its clients.
     """
     are_numbers = config.data == IN_MEMORY and tuple(names) == tuple(f"client {number}" for number in range(len(names)))
     if is_natural(config) and not are_numbers:

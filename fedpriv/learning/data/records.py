@@ -122,7 +122,6 @@ def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
     """Refuse a length that has no room for a token of text.
 
     Args:
-        tokenizer: a transformers tokenizer.
         max_length: tokens, special ones included.
         pairs: whether records have a second text.
 
@@ -328,7 +327,6 @@ class TextReading:
         """The reading whose fields `to_json` gave.
 
         Args:
-            values: of a file.
             where: the file, for errors.
 
         Raises:

@@ -231,8 +231,6 @@ def some_of(name: str, places: Sequence[int], most: int, key: bytes) -> list[int
     """At most so many of a person's records, in their order; every choice of so many is equally likely over the keys.
 
     Args:
-        name: of the person.
-        places: of all of the person's records.
         most: >= 1.
         key: secret to all who must not know which records count.
     """
@@ -246,12 +244,7 @@ def some_of(name: str, places: Sequence[int], most: int, key: bytes) -> list[int
 
 
 def at_most(data: TextData, most: int, key: bytes) -> TextData:
-    """The data with at most so many records of each person, chosen by the key; unchanged where the unit is the record.
-
-    Args:
-        data: of one holder.
-        most, key: as for `some_of`.
-    """
+    """The data with at most so many records of a person, as `some_of` chooses; the same if records are the unit."""
     if data.persons is None:
         return data
     kept = [place for name, places in by_person(data.persons).items() for place in some_of(name, places, most, key)]

@@ -105,10 +105,6 @@ def check_weights(base: BaseModel) -> None:
 def check_learns(model: TrainingModel, record: Records) -> None:
     """Refuse a model that learns nothing of a public record which is as long as any may be.
 
-    Args:
-        model: that `admit` accepts.
-        record: one alone.
-
     Raises:
         InputError: its pass fails, or its gradient is not finite or zero; says what would be right.
     """
@@ -133,12 +129,7 @@ def check_learns(model: TrainingModel, record: Records) -> None:
 
 
 def public_record(base: BaseModel, config: RunConfig, *, num_labels: int) -> Records:
-    """One record of `max_length` tokens, as the run reads texts.
-
-    Args:
-        base: with its tokenizer.
-        config: of the run.
-        num_labels: number of classes; 0 for causal models.
+    """One record of `max_length` tokens, as the run reads texts; `num_labels` is 0 for causal models.
 
     Raises:
         InputError: the tokenizer cannot pad, knows no word, or makes tokens for which there is no embedding.

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from fedpriv.files import require_room
 from fedpriv.learning.adapters import Merged, same_merged
 from fedpriv.learning.data.records import Item, Records, num_tokens, usable
-from fedpriv.learning.training.independence import isolated, shared, side_by_side
-from fedpriv.learning.training.progress import FEATURES, READING, Tell
+from fedpriv.learning.training.independence import FEATURES, READING, Tell, isolated, shared, side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -149,13 +148,7 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Reserved:
-    """Room that was taken before the records were read.
-
-    Attributes:
-        room: for `num_records` records of `longest` tokens each.
-        num_records: >= 1.
-        longest: tokens, >= 1.
-    """
+    """Room that was taken before the records were read: for so many of at most `longest` tokens each."""
 
     room: _Room
     num_records: int
@@ -176,7 +169,6 @@ class PrefixCache:
         forward: runs the model in eval mode on records.
         model: of the states; those beyond its limit go to a file without a name, which nobody else can open and which
             ends with this process, however it ends.
-        prefix: from `find_prefix`.
         width: of a hidden state.
         dtype: of the base.
     """
@@ -409,7 +401,6 @@ class FeatureCache:
 
         Args:
             drawn: in any number and order.
-            body: to compute them with.
             keep: whether to look for them among those that are kept, and to keep them; they are then computed through
                 the prefix cache.
         """

@@ -86,7 +86,6 @@ class HeadInputs:
         """[rows, classes] The logits of these records; the same for a record whatever other records there are.
 
         Args:
-            rows: of the records.
             weight: [classes, inputs]; its last column belongs to the bias's coordinate, if there is one.
         """
         weight = weight.double()
@@ -138,7 +137,6 @@ class ClippedSums:
         """Add at most `ROWS_OF_A_PRODUCT` records.
 
         Args:
-            inputs: of the records.
             residuals: [records, classes], from `residuals`.
             runs: each client and its records.
         """
@@ -171,7 +169,6 @@ class Heads:
         weights: [clients, classes, inputs], with the bias as the weight of a further input.
         bias_scale: this input; None for a head without a bias.
         centres: [clients, width], taken off the features; None takes nothing.
-        layout: of a row.
         names: of the weight, and of the bias if there is one, in adapters.
         objective: `loss` or `class-sums`.
     """

@@ -52,7 +52,6 @@ def padded(tokens: int, longest: int | None) -> int:
     All records but the longest have some padding: without any, models leave out the mask and compute in another way.
 
     Args:
-        tokens: of the record.
         longest: the most tokens that the model takes; None without a limit.
     """
     if longest is not None and tokens >= longest:
@@ -191,11 +190,9 @@ def next_token_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over each record's own targets, [batch]; zero for a record without any.
+    """Mean cross-entropy of logits [batch, tokens, vocabulary] over each record's own `next_token_targets`, [batch].
 
-    Args:
-        logits: [batch, tokens, vocabulary].
-        targets: int64 [batch, tokens - 1], from `next_token_targets`.
+    It is zero for a record without any.
     """
     token_losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
     return token_losses.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp_min(1)

@@ -76,13 +76,7 @@ def read(model: _CausalModel, prompts: Sequence[Tokens]) -> Reading:
 
 
 def _read_on(model: _CausalModel, reading: Reading, tokens: Tensor) -> Reading:
-    """The model after reading further tokens.
-
-    Args:
-        model: as it was for `reading`.
-        reading: whose states the further tokens are added to; no longer of use.
-        tokens: int64 [rows, further].
-    """
+    """The model after reading further tokens, int64 [rows, further]; the earlier reading is of no use any more."""
     mask = torch.cat([reading.attention_mask, torch.ones_like(tokens, device=model.device)], dim=1)
     return _pass(model, tokens, mask, reading.states)
 
@@ -173,13 +167,7 @@ class Questions:
 
 
 def first_questions(bench: Workbench, num: int, records: Sequence[int] | None = None) -> Questions:
-    """The first distinct prompts of the test set with a response, in its order.
-
-    Args:
-        bench: of the run.
-        num: of questions, at most.
-        records: among which they are looked for; None for all.
-    """
+    """The first distinct prompts with a response, at most `num`, in the order of the test set or of its records."""
     found: dict[Tokens, tuple[str, Tokens]] = {}
     for item in filter(usable, bench.test.items(records)):
         prompt, response = prompt_and_response(item)
@@ -198,10 +186,7 @@ def answers_to(
 ) -> list[str]:
     """The answers of the bench's model with the adapter that it has, of at most `max_new_tokens`.
 
-    Args:
-        questions: what is asked.
-        bench: of the run.
-        on_answered: is told how many have been answered.
+    `on_answered` is told how many have been answered.
     """
     answers = greedy_answers(
         bench.model,

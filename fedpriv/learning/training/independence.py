@@ -9,6 +9,9 @@ Independent work is shared out among forked processes of one thread each, which 
 worker owns whole records, and torch has one thread in it: how a library shares a tensor out among threads cannot change
 a result. Workers are forked when there is work and end with it, so each has the model, the records and the caches as
 they are, in the same pages.
+
+How far work is depends on which records were drawn, so a process that owns all records is told if it asks, and nobody
+else: a simulation sets a model's `tell`, a vault never does, and nothing writes it to a file or a message.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +54,23 @@ _PR_SET_PDEATHSIG = 1
 Work = Callable[[int, int], None]
 """Does the job of this number in the worker of this number, and leaves the result in shared memory."""
 
+Told = ParamSpec("Told")
+
+Tell = Callable[[str, float, float], None]
+"""Takes what is being done, how much of it is done, and how much there is, in units of its own."""
+
+TRAINING = "training"
+"""In steps of a client."""
+
+READING = "reading records"
+"""In records whose states below the first trained layer are computed once and kept."""
+
+FEATURES = "computing features"
+"""In records whose features, which a head reads, are computed."""
+
+TESTING = "testing"
+"""In records of the server's test set."""
+
 
 @contextmanager
 def raising_failures(*, also_of_numbers: bool = False) -> Iterator[None]:
@@ -74,10 +94,7 @@ def failures_are_raised() -> bool:
 
 @contextmanager
 def refusing(kind: str) -> Iterator[None]:
-    """Within this context a failure refuses a model: no record has caused it.
-
-    Args:
-        kind: type of the model.
+    """Within this context a failure refuses a model of this type: no record has caused it.
 
     Raises:
         InputError: something failed; one line that names the type. Where it failed is logged.
@@ -155,11 +172,9 @@ def watched(records: Sequence[Record]) -> Sequence[Record]:
 
 
 def changes(records: Sequence[Record], others: Sequence[Record]) -> list[Change[Record]]:
-    """The changes of a pass of the `watched` records that must leave their results as they are.
+    """The changes of a pass of the `watched` records, two at least, that must leave their results as they are.
 
-    Args:
-        records: at least two.
-        others: as many, which take the places of those that are not watched.
+    As many others take the places of those that are not watched.
     """
     kept, everyone = watched(records), range(len(records))
     replaced = [records[i] if i % 2 == 0 else others[i] for i in everyone]
@@ -207,10 +222,8 @@ def culprit(
     It is `LOSSES` if no layer's states differ, and empty for the module itself, which computes between its layers.
 
     Args:
-        module: of which the layers are.
         losses: runs the pass of the records, with one loss for each.
         records, others: as for `changes`.
-        change: from `dependence`.
         close: whether states count as the same.
     """
     by_name = {each.name: each for each in changes(records, others)}
@@ -378,3 +391,24 @@ def die() -> NoReturn:
     """End this process as the system does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL ends a process")
+
+
+def unfailing(tell: Callable[Told, None]) -> Callable[Told, None]:
+    """The same, which is told no more once it raised: a failing display must not look like a failing record."""
+    failed = False
+
+    def told(*args: Told.args, **kwargs: Told.kwargs) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            tell(*args, **kwargs)
+        except Exception as error:  # whatever it is: what is only shown decides nothing
+            failed = True
+            log.warning("progress is shown no more: %s", trace_without_message(error))
+
+    return told
+
+
+def silent(what: str, done: float, total: float) -> None:
+    """Tells nobody."""

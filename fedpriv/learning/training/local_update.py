@@ -14,8 +14,8 @@ from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.adapters.pooling import BIAS_SCALE
 from fedpriv.learning.data.records import RecordSet
+from fedpriv.learning.training.independence import Tell
 from fedpriv.learning.training.private_sums import PoissonSampler
-from fedpriv.learning.training.progress import Tell
 from fedpriv.privacy.accounting.events import Event, Unit
 from fedpriv.privacy.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.privacy.mechanisms.grid import ClientGrid

@@ -71,8 +71,6 @@ class OwnModel:
         layers: those that are trained, by name.
         parameters: {name in the module: trained parameter}.
         layout: of their values in a row.
-        device: of the module.
-        rows: as given.
         public: the public records, on the device.
 
     Raises:
@@ -241,9 +239,7 @@ class OwnModel:
     def _refuse_missed_gradients(self, batch: Batch, found: Tensor) -> None:
         """Refuse a trained parameter that the module also uses outside of the layer's own pass, as tied weights are.
 
-        Args:
-            batch: of records.
-            found: [values], the sum of their gradients.
+        The sum of the batch's gradients, [values], was found layer by layer.
         """
         with torch.enable_grad():
             total = self.losses_of(batch).sum()

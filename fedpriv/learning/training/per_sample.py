@@ -111,7 +111,6 @@ class TrainableLayer:
     """A trainable leaf layer and the names of its parameters.
 
     Attributes:
-        module: the layer.
         weight: name of the weight; None if it is frozen.
         bias: name of the bias; None if there is none or it is frozen.
     """
@@ -346,13 +345,7 @@ def per_sample_gradients(
 
 @dataclass
 class _Collected:
-    """Per-sample gradients as the backward pass comes to them.
-
-    Attributes:
-        layers: whose gradients are wanted.
-        num: rows of the pass.
-        gradients: {parameter name: [rows, *parameter shape]}.
-    """
+    """Per-sample gradients as the backward pass comes to them: {parameter name: [rows, *parameter shape]}."""
 
     layers: Mapping[str, TrainableLayer]
     num: int = 0

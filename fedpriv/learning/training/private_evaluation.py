@@ -182,7 +182,6 @@ def noised(counts: Tensor, spec: UpdateSpec, source: RandomSource) -> tuple[Tens
     Args:
         counts: float64 [2], from `count`.
         spec: of `UpdateSpec.counts`.
-        source: of the noise.
     """
     request = noise_request(spec, [spec.sampling_probability], len(counts), num_parts=1)
     sums, (event,) = MECHANISMS.named(spec.mechanism).add_noise(counts.unsqueeze(0), request, [source])

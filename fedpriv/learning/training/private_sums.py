@@ -63,7 +63,6 @@ class PoissonSampler:
     Args:
         num_registered: N_k >= 1.
         expected_batch_size: B, 0 < B <= N_k.
-        source: of randomness, for inclusion.
         choices: source of the keys that choose among a person's records; None takes that of inclusion. With one of its
             own, the coins for inclusion are those that records would get.
 
@@ -198,11 +197,7 @@ def clip_unit(clip_norm: float) -> float:
 
 
 def add_finite(totals: Tensor, rows: Tensor, owners: Tensor) -> None:
-    """Add its rows, unclipped, to each owner's total, for the `batch` rule; a row that is not finite counts as zero.
-
-    Args:
-        totals, rows, owners: as for `add_clipped`.
-    """
+    """Add its rows, unclipped, to each owner's total, for the `batch` rule; a row that is not finite counts as zero."""
     whole_row = (slice(0, rows.shape[1]),)
     rows, _ = _finite_rows(rows, part_norms(rows, whole_row))
     for columns in _pieces(*whole_row):
@@ -289,7 +284,6 @@ def noised_sum(
         clip_norm: C, finite, > 0, gradient units.
         noise_multiplier: z >= 0; 0 adds nothing, and the event costs infinity.
         sampling_probability: q in [0, 1], from the sampler that drew the records.
-        source: of randomness, for the noise.
         charge: is given the event before the first piece is computed; what it raises ends the call.
 
     Raises:
@@ -351,7 +345,6 @@ class UpdateNoise:
 
         Args:
             update: [values]; one that is not finite counts as zero.
-            source: of the noise.
         """
         clipped = clipped_rows(update.unsqueeze(0), self.clip_norm, [slice(0, len(update))])
         noised, _ = MECHANISMS[FOR_SUMS].add_noise(clipped, self._request(len(update)), [source])

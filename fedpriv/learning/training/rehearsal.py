@@ -95,11 +95,7 @@ class Pace:
 
 
 class _Everyone(PoissonSampler):
-    """Draws every record.
-
-    Attributes:
-        times: how often.
-    """
+    """Draws every record, so many times."""
 
     times = 1
 
@@ -303,13 +299,7 @@ def random_records(
     features: Sequence[str] = ("input_ids",),
     seed: int = 0,
 ) -> Records:
-    """Records of these numbers of random tokens, with random labels.
-
-    Args:
-        model, num_labels, features: as for `rehearse`.
-        lengths: >= 1.
-        seed: of tokens and labels.
-    """
+    """Records of these numbers of random tokens, >= 1, with random labels; other arguments as for `rehearse`."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}

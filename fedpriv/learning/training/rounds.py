@@ -29,7 +29,6 @@ class PhaseRounds:
 
     Attributes:
         name: of the phase: `start`, `head` or `all`.
-        spec: of each client's update.
         num_rounds: >= 1.
     """
 
@@ -146,8 +145,6 @@ def grid_of(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]) -> Su
     It is that of all clients of the run, whichever of them take part in a round.
 
     Args:
-        config: of the run.
-        spec: of the round.
         sizes: {client: registered N_k} of all clients of the run.
     """
     return _grid_of(config, spec, tuple(sorted(sizes.items()))) if config.secure_aggregation else None
@@ -178,8 +175,6 @@ def mean_of_sum(
     With v_k in proportion to rho_k / B_k and c_k = v_k / max v, the total is gamma sum_k c_k s_k.
 
     Args:
-        config: of the run.
-        spec: of the round.
         sizes: {client: registered N_k} of all clients of the run.
         total: int64 [values], the sum of the survivors' integers.
         survivors: the clients in it, at least one.
@@ -230,8 +225,6 @@ def record_weights(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]
     its noise are not divided by it: under the clipping rule `batch`, and with noise on the upload.
 
     Args:
-        config: of the run.
-        spec: of the round.
         sizes: {client: registered N_k}.
     """
     masses = client_masses(config, sizes)

@@ -25,7 +25,7 @@ from fedpriv.learning.training._caches import Body, FeatureCache
 from fedpriv.learning.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
 from fedpriv.learning.training._head import ROWS_OF_A_PRODUCT, ClippedSums, Heads
 from fedpriv.learning.training._passes import to_device
-from fedpriv.learning.training.independence import finite, isolated, shared, side_by_side
+from fedpriv.learning.training.independence import TRAINING, finite, isolated, shared, side_by_side
 from fedpriv.learning.training.local_update import (
     COUNTS,
     OBJECTIVES,
@@ -46,7 +46,6 @@ from fedpriv.learning.training.private_sums import (
     clipped_rows,
     clipped_sums,
 )
-from fedpriv.learning.training.progress import TRAINING
 from fedpriv.privacy.accounting.events import Event, group
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 

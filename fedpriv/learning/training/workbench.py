@@ -73,7 +73,6 @@ def load_model(
     """The frozen base with its tokenizer, and the same base with an adapter, on the configured device.
 
     Args:
-        config: of the run.
         labels: the classes in order; none of causal models.
         alone, num_workers: as for `TrainingModel`.
 
@@ -180,12 +179,10 @@ class Workbench:
     precedes a charge, must not depend on them.
 
     Args:
-        config: of the run.
         source: where this node's own records are, if the run's data are on its nodes.
 
     Attributes:
         label_names: the classes, in the order of their indices; empty for causal models.
-        config: of the run.
         base: the frozen base with its tokenizer.
         model: the base with an adapter; every user sets the adapter first.
         initial: the trained tensors that a run starts from, drawn from the configuration's seed.
@@ -270,7 +267,6 @@ class Workbench:
         """The tokenised records that the client trains on, by its index in `data.clients`.
 
         Args:
-            client: its index.
             encode: gives what `encoder` would.
         """
         if client not in self._clients:

@@ -105,7 +105,6 @@ def test_the_rules_of_the_library_pass_that_check(name, monkeypatch):
 NAMES_RULES = {
     "fedpriv/learning/aggregation/__init__.py",
     "fedpriv/learning/aggregation/rules.py",
-    "fedpriv/config/rules.py",
     "fedpriv/config/_federation_and_privacy.py",
     "fedpriv/config/_recipes.py",
     "fedpriv/runs/plan/communication.py",

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import CanineConfig, CanineModel
 
-from fedpriv.config import RunConfig
-from fedpriv.config.rules import Trains
+from fedpriv.config import RunConfig, Trains
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach
 from fedpriv.learning.adapters._base_formats import to_bfloat16
