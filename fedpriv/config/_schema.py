@@ -178,9 +178,6 @@ def _kind(about: Mapping[str, Any], plural: str = "") -> str:
 
     Left out are the empty string for a key that is not set, `a,b` for a list, and patterns, which the key's meaning
     tells better.
-
-    Raises:
-        KeyError: the schema has a type that there is no word for.
     """
     if "anyOf" in about:
         choices = [choice for choice in about["anyOf"] if choice != {"const": ""}]

@@ -50,12 +50,7 @@ _LEAST_BYTES = 2**24
 
 @dataclass(frozen=True, eq=False)
 class _InFloat32:
-    """A base as it was before it was converted.
-
-    Attributes:
-        weights: {parameter's name: float32}.
-        attention: transformers' name of the implementation.
-    """
+    """A base before it was converted: {parameter's name: float32}, and transformers' name of its attention."""
 
     weights: Mapping[str, Tensor]
     attention: str

@@ -107,9 +107,6 @@ def resolve(name: str) -> str:
 def gguf_file(name: str) -> Path | None:
     """The GGUF file that a model comes from; None for a model of another kind.
 
-    Args:
-        name: as for `load_base`.
-
     Raises:
         InputError: there is no such file.
     """
@@ -192,11 +189,7 @@ def load_base(
 
 
 def _put_in_order(base: BaseModel, labels: Sequence[str]) -> None:
-    """Give the rows of a checkpoint's own head the order of the labels, as far as the checkpoint names them.
-
-    Raises:
-        InputError: it names some of them and others, or its rows cannot be found.
-    """
+    """Give the rows of a checkpoint's own head the order of the labels, or refuse one that names some and others."""
     model, known = base.model, [str(base.model.config.id2label.get(row)) for row in range(len(labels))]
     form = str if set(known) == set(labels) else str.casefold
     places = {form(name): row for row, name in enumerate(known)}
@@ -269,12 +262,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _folder_of_gguf(file: Path, name: str) -> Path:
-    """The folder with the model of a GGUF file, which is made when it is first asked for.
-
-    Raises:
-        InputError: the file is no GGUF, is of an architecture that transformers does not read, or has no tokenizer; the
-            package gguf is missing; or the folder cannot be written, or is not what it was.
-    """
+    """The folder with the model of a GGUF file, which is made when it is first asked for, and unchanged since."""
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:
             raise InputError(f"model = {name!r}: is not a GGUF file")

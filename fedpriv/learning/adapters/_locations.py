@@ -168,11 +168,7 @@ def _package(name: str) -> Path | None:
 
 
 def public_name(name: str) -> str:
-    """The name by which others know a base: that on the Hub, else the last part of the path of its folder or file.
-
-    Args:
-        name: as the user gave it, see `load_base`.
-    """
+    """The name by which others know a base: that on the Hub, else the last part of the path of its folder or file."""
     path = Path(name)
     if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf"):
         return path.name or path.resolve().name
@@ -185,9 +181,6 @@ def weights_digests(name: str) -> dict[str, str]:
     """{file: SHA-256 in hex} of a base's weights as they are on this machine; empty where there are none.
 
     For a model of the Hub these are the digests that the Hub shows with its files.
-
-    Args:
-        name: as for `load_base`.
     """
     return {file.name: _digest(file, file.stat().st_ctime_ns, file.stat().st_size) for file in _weights(name)}
 
@@ -196,7 +189,6 @@ def check_weights(name: str, expected: dict[str, str]) -> None:
     """Refuse a base with other weights than those that an adapter was trained on.
 
     Args:
-        name: as for `load_base`.
         expected: what `weights_digests` gave then; empty accepts any.
 
     Raises:
@@ -263,8 +255,7 @@ def model_state(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
 def _files(folder: Path) -> list[Path]:
     """The files of a model's folder, in order; what is hidden at its top does not count, and no loader looks for it.
 
-    Raises:
-        InputError: a link leads to a folder, whose files would be read without being counted.
+    A link to a folder is refused: its files would be read without being counted.
     """
     found = [path for path in sorted(folder.rglob("*")) if not path.relative_to(folder).parts[0].startswith(".")]
     if linked := next((path for path in found if path.is_symlink() and path.is_dir()), None):
@@ -273,11 +264,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_names(folder: Path) -> None:
-    """Refuse a model's folder by which a loader finds files that its digest is not of.
-
-    Raises:
-        InputError: names the file, and what it leads to.
-    """
+    """Refuse a model's folder by which a loader finds files that its digest is not of."""
     own = {file.name for file in _files(folder) if file.parent == folder}
     if "adapter_config.json" in own:  # of peft, by which files and other models are found in many ways
         raise InputError(f"model = {str(folder)!r}: holds an adapter; merge it into its base, and use that")

@@ -165,7 +165,6 @@ def attach(
     """The base with a new adapter that leaves its function unchanged: B or R zero, or copies of weights.
 
     Args:
-        base: the frozen model.
         factors: the frozen factors of each LoRA layer, between which an R lies; by default singular vectors.
         rows: A of each LoRA layer, where B alone is trained; by default peft's random one.
 
@@ -398,7 +397,6 @@ def load(base: Any, directory: Path | str) -> PeftModel:
         base: a model's name as in the configuration, a `BaseModel` that pools as in training, or a transformers model
             with the head for its task, as `from_pretrained` returns it. A model object is modified: the adapter is
             attached to it.
-        directory: where `save` wrote the adapter.
 
     Raises:
         InputError: the directory holds no fedpriv adapter, or one of another version or kind, or the base cannot be

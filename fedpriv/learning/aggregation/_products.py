@@ -62,7 +62,6 @@ def fresh_start(model: GlobalModel, *, rank: int, seed: int, round_: int) -> Ada
     """The adapter with which a client of this rank starts a round: A drawn afresh as peft does, B zero, and the head.
 
     Args:
-        model: before the round.
         rank: r_k >= 1.
         seed: of the run; nothing private depends on it.
         round_: from 1.

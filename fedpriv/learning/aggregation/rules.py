@@ -169,7 +169,6 @@ def server_step(
     `sgd` with learning rate 1 is the aggregated model itself.
 
     Args:
-        model: before the round.
         aggregated: what the aggregation rule makes of it; for all but `sgd` with learning rate 1, of a linear rule.
         trained: names of the tensors that the round trained, None for all; the others rest, and so do their moments.
 

@@ -64,11 +64,7 @@ def describe(
 
     Args:
         source: a file, a data set on the Hub, or a table that was read.
-        text: column with the text.
-        label: column with the label, or empty.
-        text_pair: column with the second text, or empty; a record repeats another if both texts do.
-        client: column with the holder of each record, or empty.
-        person: column that says whom a record is about, or empty.
+        text, label, text_pair, client, person: columns; empty for none. A record repeats another if both texts do.
         tokenizer: of the model that would read the records; None counts words.
         max_length: the most tokens of a record, special ones included.
 
@@ -153,8 +149,7 @@ def describe_instructions(
     Args:
         config: with `data`, columns, prompts and `max_length`.
         table: that was read of `data`; None reads it.
-        client: column with the holder of each record, or empty.
-        person: column that says whom a record is about, or empty.
+        client, person: columns; empty for none.
         tokenizer: that `ChatFormat.check` accepts; None counts words alone and shows no records.
 
     Raises:

@@ -167,7 +167,6 @@ def opened(
     """The rows of a file, possibly gzipped.
 
     Args:
-        source: a path.
         key: the configuration key to name in errors.
         separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
         encoding: of a CSV or JSONL file.
@@ -218,7 +217,6 @@ def unreadable(error: Exception, where: str) -> str:
     """Why one row cannot be read, in one line.
 
     Args:
-        error: that its reader raised.
         where: its place, such as `line 7`.
 
     Raises:

@@ -85,9 +85,7 @@ def read_table(
     Args:
         source: a path, or a name on the Hub; `name:split` selects another split.
         key: the configuration key to name in errors.
-        separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
-        encoding: of a CSV or JSONL file.
-        spans: whether a quoted field may go on over lines, and a JSON file may be one list.
+        separator, encoding, spans: as for `opened`.
 
     Raises:
         InputError: there is no such file or data set, its format is unknown, it is empty, or a record is unreadable.

@@ -67,9 +67,7 @@ class ChatFormat:
         template that leaves no room.
 
         Args:
-            tokenizer: that `check` accepts.
             texts: what was said before each response.
-            pairs: the responses.
             max_length: tokens, the template's included.
         """
         chats = _Chats(tokenizer)
@@ -98,10 +96,6 @@ class ChatFormat:
 
     def check(self, tokenizer: Any, *, model: str, max_length: int) -> None:
         """Refuse a tokenizer or a length that no record could be put to the model with.
-
-        Args:
-            model: name to show in errors.
-            max_length: tokens of a record.
 
         Raises:
             InputError: it has no chat template, or one of another kind; or takes a text of the run for a special token;
@@ -195,11 +189,7 @@ class _Chats:
         self._control = re.compile(f"(?={'|'.join(map(re.escape, control))})" if control else r"(?!)")
 
     def frame(self, roles: tuple[str, ...]) -> list[tuple[str | int, _Kind]]:
-        """The template's texts for turns of these roles and a response, and the numbers of the turns'.
-
-        Raises:
-            Exception: the template refuses the roles, or is of a kind that cannot be used.
-        """
+        """The template's texts for turns of these roles and a response, and the turns' numbers; it may refuse them."""
         if roles not in self._frames:
             self._frames[roles] = self._rendered(roles)
         return self._frames[roles]

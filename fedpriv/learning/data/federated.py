@@ -294,11 +294,7 @@ def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> tuple[Tabl
 
 
 def _holders(table: Table, config: DataSection) -> set[object]:
-    """The holders named in the client column.
-
-    Raises:
-        InputError: a record has no holder, or one that is neither a string nor an integer.
-    """
+    """The holders named in the client column, each a string or an integer."""
     column = table.columns[config.client_column]
     for index, holder in enumerate(column):
         if not isinstance(holder, (str, int)):
@@ -310,11 +306,7 @@ def _holders(table: Table, config: DataSection) -> set[object]:
 
 
 def _usable(table: Table, config: RunConfig, source: str, *, among: Sequence[int] | None = None) -> Sequence[int]:
-    """The records that have a label, or answer, and one of the configured if there are any; of `among`, or of all.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The records that have a label, or answer, and one of the configured if there are any; there must be some."""
     rows = range(len(table)) if among is None else among
     if config.answers:
         responses = [response for _, response in instructions(table, config)]
@@ -372,9 +364,6 @@ def _partition(table: Table, rows: Sequence[int], config: RunConfig) -> tuple[li
     `natural`: by `client_column`, in sorted order; `iid`: evenly, at random; `dirichlet`: by label, with concentration
     `dirichlet_alpha`; `sizes`: at random into `client_sizes`. Where the unit is the person, persons are dealt out, each
     with all records, as its first record would be.
-
-    Raises:
-        InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
     """
     if config.partition_rule == "natural":
         column, held = table.columns[config.client_column], dict[str, list[int]]()

@@ -69,7 +69,6 @@ class DataDigests:
         """Refuse records that are not those of an earlier look by the same configuration.
 
         Args:
-            then: of that look.
             where: begins the error.
 
         Raises:
@@ -133,11 +132,7 @@ def accounts(config: RunConfig, names: Sequence[str]) -> tuple[str, ...]:
 
 def other_partitions(own: Iterable[str], known: Iterable[str]) -> list[str]:
     """The known ways, other than that of one's own accounts, in which the same data were dealt out."""
-    ways, all_ = ({_way(account) for account in each if _PARTITION in account} for each in (own, known))
+    # The data set and the partition, which follow the name of the client.
+    ways, all_ = ({account.partition(" of ")[2] for account in each if _PARTITION in account} for each in (own, known))
     data = {way.rpartition(_PARTITION)[0] for way in ways}
     return sorted(way for way in all_ - ways if way.rpartition(_PARTITION)[0] in data)
-
-
-def _way(account: str) -> str:
-    """The data set and the partition of an account."""
-    return account.partition(" of ")[2]

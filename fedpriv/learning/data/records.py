@@ -326,9 +326,6 @@ class TextReading:
     def from_json(cls, values: Mapping[str, Any], *, where: str) -> TextReading:
         """The reading whose fields `to_json` gave.
 
-        Args:
-            where: the file, for errors.
-
         Raises:
             InputError: a value is missing, unknown, or of another type.
         """

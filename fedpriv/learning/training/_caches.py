@@ -135,12 +135,7 @@ class Cached(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Room:
-    """The memory or the file that states are kept in.
-
-    Attributes:
-        states: [tokens, width], in the format of the base.
-        in_memory: or in a file.
-    """
+    """The memory or the file in which states are kept, [tokens, width], in the format of the base."""
 
     states: Tensor
     in_memory: bool

@@ -178,11 +178,7 @@ class VectorLayout:
 
 
 def _centre_of(adapter: Adapter) -> Tensor:
-    """[inputs] The mean of the head's rows; zeros for a head without a bias, which could not make up for it.
-
-    Raises:
-        ValueError: the head is not a single linear layer.
-    """
+    """[inputs] The mean of the head's rows; zeros for a head without a bias, which could not make up for it."""
     weight, bias = head_of(adapter)
     mean = adapter[weight].double().mean(dim=0).float()
     return mean if bias is not None else torch.zeros_like(mean)

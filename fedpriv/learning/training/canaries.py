@@ -195,8 +195,6 @@ def audited_client(
     """The client with canaries in its data.
 
     Args:
-        num_labels: number of classes, 0 for causal models.
-        vocabulary: size of the tokenizer's vocabulary.
         canary_source: of tokens and labels, which the attacker knows.
         coins: source of the inclusions, which only the auditor may know.
 

@@ -123,8 +123,7 @@ def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> MeanEstima
     of the m records, so by the delta method its variance is m / (m - 1) sum (d_i - r n_i)^2 / (sum n_i)^2.
 
     Args:
-        before: of records in an order.
-        after: of the same records in the same order.
+        before, after: of the same records in the same order.
 
     Raises:
         ValueError: the records are not the same.

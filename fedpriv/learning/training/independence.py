@@ -127,7 +127,6 @@ def isolated(
     """The result for all positions together or, if that fails, for each alone; None for one that fails alone.
 
     Args:
-        compute: of records at the given positions.
         positions: at least one.
 
     Yields:
@@ -197,7 +196,6 @@ def dependence(
 
     Args:
         results: [records, values] of the records, in their order.
-        records, others: as for `changes`.
         equal: whether two results count as the same, to the bit or up to rounding.
     """
     expected = results(watched(records))
@@ -223,7 +221,6 @@ def culprit(
 
     Args:
         losses: runs the pass of the records, with one loss for each.
-        records, others: as for `changes`.
         close: whether states count as the same.
     """
     by_name = {each.name: each for each in changes(records, others)}

@@ -338,8 +338,7 @@ def _refusing_failures() -> Iterator[None]:
 def _left_as_it_is(module: nn.Module) -> Iterator[None]:
     """Within this context trained parameters are moved, so that no gradient vanishes; then all is as it was before.
 
-    Raises:
-        InputError: a pass changed a buffer, in which records would be kept.
+    A module whose pass changes a buffer, in which records would be kept, is refused.
     """
     generator = torch.Generator().manual_seed(0)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -128,8 +128,6 @@ def count(
     computed in a pass of its own, and if that fails, its pair is zero.
 
     Args:
-        model: takes on the adapter.
-        adapter: that is evaluated.
         merged: what aggregation has added to the frozen weights.
         records: of the holder, set aside for evaluation.
         units: the records of each unit, by their indices; None takes each record by itself.
@@ -157,10 +155,6 @@ def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Re
     """Evaluate synthetic records, so that what no record causes fails before anything is charged.
 
     Returns the seconds that the longest of them takes.
-
-    Args:
-        model, adapter, merged: as for `count`.
-        records: synthetic ones, of which one of each length is evaluated.
 
     Raises:
         InputError: an evaluation fails, or a loss is not finite; names the type of the model.

@@ -66,9 +66,7 @@ def readout_factors(
 
     Args:
         model: a causal peft model whose LoRA layers do nothing yet, in float32.
-        chat: how prompts are put.
         answers: at least two texts.
-        max_length: tokens of a record.
 
     Raises:
         InputError: nothing tells two answers apart at this length, or a layer has no part in the answer.
@@ -109,7 +107,6 @@ def leading_directions(model: Any, tokenizer: Any, *, max_length: int) -> dict[s
 
     Args:
         model: a peft model whose LoRA layers do nothing yet, in float32.
-        max_length: tokens of a record.
 
     Raises:
         InputError: a layer reads fewer directions than A has rows, or nothing but zeros.
@@ -222,11 +219,7 @@ def _hooked(layers: Mapping[str, Any], hook: Callable[..., Tensor | None]) -> It
 
 
 def _public_records(tokenizer: Any, chat: ChatFormat, answers: Sequence[str], max_length: int) -> list[dict[str, Any]]:
-    """Prompts of random tokens with the answers in turn, as `ChatFormat.encode` gives them; the same on every machine.
-
-    Raises:
-        InputError: an answer cannot be put in the chat at this length.
-    """
+    """Prompts of random tokens with the answers in turn, as `ChatFormat.encode` gives them, the same everywhere."""
     generator = np.random.default_rng(0)
     ordinary = _ordinary_tokens(tokenizer)
     number = max(_NUM_PROMPTS, len(answers))

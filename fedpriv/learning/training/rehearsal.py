@@ -85,7 +85,6 @@ class Pace:
         """Seconds that an update takes at most, whatever the lengths of its records.
 
         Args:
-            num_steps: of the update.
             num_drawn: records, or persons, of all steps together.
             num_new: records whose states the caches have to take first.
             records_each: the most of a person, which one worker takes; 1 where the unit is the record.
@@ -125,8 +124,6 @@ def rehearse(
     use of the caches.
 
     Args:
-        model: as for the update.
-        adapter, merged, spec: of the update.
         num_registered: N_k, the registered number of records, or persons.
         max_length: tokens of the longest record.
         num_labels: number of classes; 0 for causal models.
@@ -341,15 +338,9 @@ def _tasks(
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the memory of the tensors that are made within this context, for as long as they stand.
+    """Counts the bytes of the tensors that are made within this context, for as long as they stand; `peak` is the most.
 
-    What an operation takes for itself while it runs is not seen.
-
-    Args:
-        before: tensors that stood before, which are not counted.
-
-    Attributes:
-        peak: the most bytes at any time.
+    Tensors that stood before are not counted, and what an operation takes for itself while it runs is not seen.
     """
 
     def __init__(self, before: Iterable[Tensor] = ()) -> None:
@@ -387,7 +378,6 @@ def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing
         model: a causal peft model in eval mode, on torch's meta device; its parameters' formats count.
         rows: records of the pass, >= 1.
         tokens: of each record, >= 2.
-        activation_checkpointing: as of `TrainingModel`.
     """
     live: _LiveBytes
     with _tensors_without_values(model):

@@ -193,7 +193,6 @@ def mean_upload(adapter: Adapter, spec: UpdateSpec, mean: Tensor) -> Adapter:
     Equal to rounding errors to the average of the adapters that the clients would have uploaded one by one.
 
     Args:
-        adapter: that the clients received.
         spec: of the update; one step of sgd, or noise on the upload.
         mean: float64 [values], the weighted average of the clients' noised gradients or updates.
     """

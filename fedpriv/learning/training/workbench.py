@@ -73,7 +73,6 @@ def load_model(
     """The frozen base with its tokenizer, and the same base with an adapter, on the configured device.
 
     Args:
-        labels: the classes in order; none of causal models.
         alone, num_workers: as for `TrainingModel`.
 
     Raises:
@@ -264,11 +263,7 @@ class Workbench:
         return encoder_of(self.config)
 
     def client(self, client: int, encode: Encode | None = None) -> Records:
-        """The tokenised records that the client trains on, by its index in `data.clients`.
-
-        Args:
-            encode: gives what `encoder` would.
-        """
+        """The tokenised records that the client trains on, by its index in `data.clients`."""
         if client not in self._clients:
             found = self.tokenize(self._split(client)[0], encode)
             self._warn(client, found)
@@ -402,12 +397,7 @@ def _made(config: RunConfig, source: DataSource | None) -> Workbench:
 
 @contextmanager
 def providing(model: str, make: Callable[[RunConfig], Workbench]) -> Iterator[None]:
-    """Within this context the runs of this process find a program's own model, and its records, by the model's name.
-
-    Args:
-        model: as a configuration names it.
-        make: the workbench of a configuration.
-    """
+    """Within this context the runs of this process find a program's own model, and its records, by the model's name."""
     _own[model] = make
     try:
         yield
