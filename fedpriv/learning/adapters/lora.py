@@ -66,7 +66,7 @@ _FROZEN = {
 
 
 @torch.no_grad()
-def put_between(model: nn.Module, factors: Mapping[str, Factors]) -> None:
+def _put_between(model: nn.Module, factors: Mapping[str, Factors]) -> None:
     """Give LoRA layers of a peft model frozen factors, and a zero R between them.
 
     Args:
@@ -87,7 +87,7 @@ def _linear(weight: Tensor) -> nn.Linear:
     return layer
 
 
-def singular_factors(model: nn.Module) -> dict[str, Factors]:
+def _factors_of_weights(model: nn.Module) -> dict[str, Factors]:
     """{LoRA layer of a peft model: (B, A)}: singular vectors of its weight, as many as LoRA's rank, or as there are.
 
     Raises:
@@ -159,7 +159,7 @@ def attach(
     settings: LoraSettings,
     *,
     seed: int = 0,
-    factors: Callable[[PeftModel], Mapping[str, Factors]] = singular_factors,
+    factors: Callable[[PeftModel], Mapping[str, Factors]] = _factors_of_weights,
     rows: Callable[[PeftModel], Mapping[str, Tensor]] | None = None,
 ) -> PeftModel:
     """The base with a new adapter that leaves its function unchanged: B or R zero, or copies of weights.
@@ -177,7 +177,7 @@ def attach(
         torch.manual_seed(seed)
         model = get_peft_model(base.model, config).eval()
         if settings.trains == "lora-r":
-            put_between(model, factors(model))
+            _put_between(model, factors(model))
         elif rows and settings.trains == "lora-b":
             _put_rows(model, rows(model))
     for name, parameter in model.named_parameters():
