@@ -16,8 +16,8 @@ from fedpriv.learning.training import (
     rouge_l,
     with_adapter,
 )
+from fedpriv.learning.training.answers import answers_to, first_questions
 from fedpriv.learning.training.evaluation import text_of
-from fedpriv.learning.training.questions import answers_to, first_questions
 from fedpriv.learning.training.workbench import Workbench
 from fedpriv.runs import RunWriter, Sample
 from server.observer import Observer

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 import fedpriv
 from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
 from fedpriv.errors import InputError
-from fedpriv.learning.data.accounts import other_partitions
+from fedpriv.learning.data.identity import other_partitions
 from fedpriv.learning.training.noise_plan import calibrated, decided
 from fedpriv.learning.training.workbench import Workbench, workbench
 from fedpriv.methods.audit.black_box import audit_of, registration, run_scores

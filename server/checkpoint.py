@@ -30,7 +30,7 @@ from fedpriv.files import remove_files, sync_folder
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.learning.aggregation import GlobalModel
-from fedpriv.learning.data.digests import DataDigests
+from fedpriv.learning.data.identity import DataDigests
 from fedpriv.learning.training.workbench import Workbench, workbench
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import RunWriter, files

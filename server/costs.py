@@ -18,8 +18,7 @@ from fedpriv.learning.training.local_update import UpdateSpec, planned_event
 from fedpriv.learning.training.noise_plan import view_scale
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.learning.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.learning.training.schedule import RunSchedule
-from fedpriv.learning.training.summing import client_masses, grid_of
+from fedpriv.learning.training.rounds import RunSchedule, client_masses, grid_of
 from fedpriv.privacy.accounting.events import Event, Unit
 from fedpriv.privacy.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
 from fedpriv.privacy.ledger.entries import Key

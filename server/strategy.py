@@ -21,11 +21,11 @@ from fedpriv.holder.wire.frame import TRAIN, Request, Scalars
 from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.aggregation import RULES, GlobalModel, fresh_start, recentred, started
-from fedpriv.learning.aggregation.server_optimizers import ServerOptimizer, server_step
+from fedpriv.learning.aggregation.rules import ServerOptimizer, server_step
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import UpdateSpec, trained_names
 from fedpriv.learning.training.noise_plan import start_noise
-from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from fedpriv.runs import USABLE, ClientRow, RoundRow

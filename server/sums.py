@@ -33,7 +33,7 @@ from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.training.local_update import UpdateSpec, num_trained_values
-from fedpriv.learning.training.summing import mean_of_sum, mean_upload
+from fedpriv.learning.training.rounds import mean_of_sum, mean_upload
 from fedpriv.privacy.mechanisms.grid import SumGrid
 from server.bookkeeping import Books
 from server.exchange import (

@@ -171,7 +171,7 @@ NAMES_EVERY_MECHANISM = {
     "fedpriv/__init__.py",
     "fedpriv/privacy/accounting/events.py",
     "fedpriv/cli/main.py",
-    "fedpriv/config/_update_and_privacy.py",
+    "fedpriv/config/_federation_and_privacy.py",
     "fedpriv/methods/__init__.py",
     "fedpriv/privacy/mechanisms/registry.py",
 }

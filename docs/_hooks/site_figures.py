@@ -33,20 +33,20 @@ HEADING = re.compile(r"(#+) (.*)")
 _RECIPE = (
     "fedpriv/privacy/accounting/recipe.py",
     "fedpriv/learning/training/noise_plan.py",
-    "fedpriv/learning/training/schedule.py",
+    "fedpriv/learning/training/rounds.py",
 )
 DECIDED_BY: Mapping[str, tuple[str, ...]] = {
     "aggregation": (
         *_RECIPE,
         "fedpriv/learning/aggregation",
-        "fedpriv/learning/training/clipping.py",
+        "fedpriv/learning/training/private_sums.py",
         "fedpriv/learning/training/stacked.py",
     ),
     "audit": (
         *(
             "fedpriv/methods/audit",
             "fedpriv/privacy/mechanisms",
-            "fedpriv/learning/training/clipping.py",
+            "fedpriv/learning/training/private_sums.py",
             "fedpriv/learning/training/stacked.py",
         ),
         *("simulations/studies/audit", ":(exclude)simulations/studies/audit/tables.py"),

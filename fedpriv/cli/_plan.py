@@ -21,7 +21,7 @@ from fedpriv.files import write_new
 from fedpriv.texts import what_is_counted
 
 if TYPE_CHECKING:
-    from fedpriv.learning.training.schedule import PhaseRounds
+    from fedpriv.learning.training.rounds import PhaseRounds
     from fedpriv.privacy.accounting.views import PlannedView
     from fedpriv.runs.plan.budget import Plan
 

@@ -11,19 +11,24 @@ from typing import TYPE_CHECKING
 from fedpriv.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from fedpriv.config._federation import AuditSection as AuditSection
-    from fedpriv.config._federation import BaseFormat as BaseFormat
-    from fedpriv.config._federation import FederationSection as FederationSection
-    from fedpriv.config._federation import MachineSection as MachineSection
-    from fedpriv.config._federation import Track as Track
+    from fedpriv.config._federation_and_privacy import RULE_FACTS as RULE_FACTS
+    from fedpriv.config._federation_and_privacy import FederationSection as FederationSection
+    from fedpriv.config._federation_and_privacy import Phase as Phase
+    from fedpriv.config._federation_and_privacy import RuleFacts as RuleFacts
+    from fedpriv.config._federation_and_privacy import Trains as Trains
+    from fedpriv.config._federation_and_privacy import UpdateSection as UpdateSection
     from fedpriv.config._model_and_data import EMBEDDED as EMBEDDED
     from fedpriv.config._model_and_data import IN_MEMORY as IN_MEMORY
     from fedpriv.config._model_and_data import ON_NODES as ON_NODES
     from fedpriv.config._model_and_data import OWN_MODEL as OWN_MODEL
+    from fedpriv.config._model_and_data import AuditSection as AuditSection
+    from fedpriv.config._model_and_data import BaseFormat as BaseFormat
     from fedpriv.config._model_and_data import DataSection as DataSection
     from fedpriv.config._model_and_data import Encoding as Encoding
+    from fedpriv.config._model_and_data import MachineSection as MachineSection
     from fedpriv.config._model_and_data import Separator as Separator
     from fedpriv.config._model_and_data import TableChecks as TableChecks
+    from fedpriv.config._model_and_data import Track as Track
     from fedpriv.config._model_and_data import Train as Train
     from fedpriv.config._recipes import BY_RECIPE as BY_RECIPE
     from fedpriv.config._recipes import RECIPES as RECIPES
@@ -33,8 +38,6 @@ if TYPE_CHECKING:
     from fedpriv.config._schema import schema as schema
     from fedpriv.config._schema import schema_tables as schema_tables
     from fedpriv.config._section import Fact as Fact
-    from fedpriv.config._update_and_privacy import Phase as Phase
-    from fedpriv.config._update_and_privacy import UpdateSection as UpdateSection
     from fedpriv.config._values import KEYS as KEYS
     from fedpriv.config._values import Scalar as Scalar
     from fedpriv.config._values import SweepPoint as SweepPoint

@@ -1,4 +1,4 @@
-"""The sections of a configuration on the model, and on the records and who holds them."""
+"""The sections of a configuration on the model, on the records and who holds them, and on variants and the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedpriv.config._section import ConfigSection, Count, Fact, Layers, Maybe, Names, Positive, Sizes
+from fedpriv.config._section import ConfigSection, Count, Fact, Layers, Maybe, Names, NonNegative, Positive, Sizes
 
 Train = Literal["all", "head", "auto"]
 """Which of the adapter and the head a run trains."""
@@ -39,6 +39,15 @@ OWN_MODEL = "own:"
 # Characters of a text that the run puts into every record. A record's own label chooses its answer, so without a bound
 # answers of very different lengths would let the memory that a holder needs, and whether it replies, tell its labels.
 _MOST_CHARACTERS = {"system_prompt": 20_000, "prompt_template": 20_000, "answers": 1_000}
+
+# Each variant lists all uploads before its own, and a coordinator holds the kept ones in memory and in checkpoints.
+_MOST_KEPT = 100
+
+BaseFormat = Literal["auto", "float32", "bfloat16", "nf4"]
+"""Formats of the frozen weights."""
+
+Track = Literal["none", "mlflow", "tensorboard", "wandb"]
+"""Trackers that show a run's figures while it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,3 +232,109 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
         texts = {answer.strip() for answer in answers}
         if answers and (len(answers) < 2 or len(texts) < len(answers) or "" in texts):
             raise ValueError(f"answers = {','.join(answers)}: must be two or more texts, each once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantsSection(ConfigSection, title="Variants and deduplication"):
+    """The variants that a run keeps, and how the server stores them."""
+
+    variant_rounds: Sizes = ()
+    """rounds whose global models are kept as variants, in addition to the final one, such as `[5, 10]`"""
+    variant_clients: Annotated[bool | None, Maybe] = None
+    """keeps each client's last upload as a variant; empty: with at most 100 clients"""
+    dedup: Annotated[Literal["", "drd", "dred", "greedy", "mcts", "dedup", "mistique", "lossless"], Fact.TEXTS] = ""
+    """how the server [stores variants](deduplication.md) after the last round; empty: left to `fedpriv dedup run`"""
+    dedup_block_size: Annotated[Count, Fact.TEXTS] = 256
+    """values in a block"""
+    dedup_records: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
+    """test records for validation, drawn with the seed; 0: all"""
+    dedup_epsilon_bound: Annotated[NonNegative, Fact.TEXTS] = 0.5
+    """the most by which a variant's epsilon may rise"""
+    dedup_utility_bound: Annotated[float, Field(ge=0, le=1), Fact.TEXTS] = 0.01
+    """the most by which a variant's accuracy may fall, or responses' mean log perplexity rise,
+    [proven](deduplication.md#what-is-proven) with 95 % confidence"""
+    integral_epsilon: Annotated[NonNegative | None, Maybe, Fact.TEXTS] = None
+    """keeps as [a variant](integral.md) the mean of uploads of the last round within this distance in every weight.
+    This is not differential privacy"""
+
+    def keeps_uploads_of(self, num_clients: int) -> bool:
+        """Whether the last upload of each of so many clients is kept as a variant."""
+        return num_clients <= _MOST_KEPT if self.variant_clients is None else self.variant_clients
+
+    @property
+    def validates_variants(self) -> bool:
+        """Whether what is stored of the variants is validated on the server's test set."""
+        return self.dedup not in ("", "lossless")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditSection(ConfigSection, title="Variants and deduplication"):
+    """The questions that a language model is asked before and after, and canaries that test the run's epsilon."""
+
+    generated_answers: Annotated[int, Field(ge=0), Fact.TEXTS] = 50
+    """test prompts that a language model answers before and after training"""
+    max_new_tokens: Annotated[Count, Fact.TEXTS] = 96
+    """the most tokens of an answer"""
+    audit: Annotated[Literal["", "tokens", "mislabelled"], Fact.RELOADS | Fact.TEXTS] = ""
+    """inserts [canaries](audit.md) into every client's data: random tokens, or records mislabelled; in simulations
+    only"""
+    audit_canaries: Annotated[int, Field(ge=2), Fact.RELOADS | Fact.TEXTS] = 50
+    """canaries of each client; `fedpriv audit power` says how much they can find"""
+    audit_repeats: Annotated[Count, Fact.RELOADS | Fact.TEXTS] = 1
+    """records of an included canary: one person's where persons are the unit, else the bound is divided"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentSection(ConfigSection, title="Execution"):
+    """How a run is repeated, and what it is compared with."""
+
+    seed: Annotated[int, Field(ge=0), Fact.RELEASE | Fact.RECORDS | Fact.RELOADS] = 0
+    """of the initial adapter, the selection of clients, the partition and the test split; with `simulate`, of
+    everything"""
+    simulate: Annotated[bool, Fact.RELOADS] = False
+    """noise and sampling use the seed: the run can be reproduced to the bit, and is marked *not private*"""
+    comparison: Annotated[bool | None, Maybe] = None
+    """a second run with z = 0 and the same clipping; empty: with a test set, if data are synthetic or public or
+    `simulate` is set"""
+    baselines: Annotated[bool | None, Maybe, Fact.RELOADS | Fact.TEXTS] = None
+    """plain classifiers [to compare with](configuration.md#what-an-accuracy-is-compared-with); empty: for classifiers
+    tested on public data"""
+
+    @property
+    def noise_source(self) -> str:
+        """`seeded` in a run marked `simulate`, otherwise `secure`."""
+        return "seeded" if self.simulate else "secure"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineSection(ConfigSection, title="Execution", facts=Fact.RELOADS):
+    """The machine's part in a run: formats, memory, devices, processes and folders."""
+
+    base_dtype: Annotated[BaseFormat, Fact.TEXTS] = "auto"
+    """of the frozen base: [`nf4`](base_models.md#the-frozen-base-in-4-bits) needs the extra `quantized`; `auto` is
+    bfloat16 on a GPU, and on a CPU where that is faster. Each node decides its own `auto`"""
+    prefix_cache: Annotated[bool, Fact.TEXTS] = True
+    """caches records' states below the first trainable layer, beyond `memory_limit_mb` in a nameless temporary file"""
+    activation_checkpointing: Annotated[bool, Fact.TEXTS] = False
+    """recomputes trained layers in the backward pass: less memory for long records, up to half more time"""
+    memory_limit_mb: Count = 1024
+    """MiB for passes, and again for the prefix cache"""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Fact.TEXTS] = "auto"
+    """`cpu`, `cuda` or `cuda:1`; `auto`: a GPU if there is one. On a node `vault.toml` decides"""
+    engine: Literal["stacked", "in-process", "ray", "flower"] = "stacked"
+    """`stacked`: clients share passes of the frozen base. `in-process`: one client at a time. `ray`: an actor per core
+    or GPU. `flower`: set by `flwr run`. Results differ by rounding alone"""
+    ray_address: Annotated[str, Fact.HIDDEN | Fact.TEXTS] = ""
+    """a [Ray cluster](ray_cluster.md), such as `auto` or `head:6379`; empty: `RAY_ADDRESS`, or a new one here"""
+    ray_workers: Annotated[int, Field(ge=0), Fact.TEXTS] = 0
+    """the most actors; 0: one per GPU, or per core without a GPU"""
+    track: Annotated[Track, Fact.OUTSIDE] = "none"
+    """a [tracker](trackers.md) for the figures, with the extra of its name"""
+    ledger: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP] = ""
+    """an SQLite file in which spending accumulates over runs, [by holder](ledger.md#whose-account-it-is); simulated
+    nodes keep theirs in `<ledger>.nodes/`. Empty: a new one in the run's folder, with nothing spent before"""
+    out: Annotated[str, Fact.LOCATION | Fact.BY_SWEEP | Fact.ARGUMENT] = ""
+    """a new or empty folder for the results"""
+    resume: Annotated[str, Fact.LOCATION | Fact.ARGUMENT] = ""
+    """an interrupted run's folder or one of its checkpoints; `fedpriv run --resume DIR` reads all other keys from
+    there"""

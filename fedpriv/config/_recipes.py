@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedpriv.config._federation_and_privacy import RULE_FACTS
 from fedpriv.config._model_and_data import OWN_MODEL
 from fedpriv.config._section import ConfigSection, split
-from fedpriv.config.rules import RULE_FACTS
 from fedpriv.privacy.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]
@@ -23,15 +23,6 @@ RECIPES: Mapping[Recipe, str] = {
 
 BY_RECIPE = "by recipe"
 """The value that leaves a key to the recipe, where each key must have one, as in Flower's project file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeSection(ConfigSection, title="Recipe"):
-    """The keys that belong together and are not given."""
-
-    recipe: Recipe = "fedpriv"
-    """values for keys that belong together ([recipes](recipes.md)); a key that you give wins"""
-
 
 # The default of `num_clients`.
 _NUM_CLIENTS = 5
@@ -123,6 +114,14 @@ LEFT_TO_RECIPES = frozenset(
     }
 )
 """Keys whose value, where they are not given, depends on others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSection(ConfigSection, title="Recipe"):
+    """The keys that belong together and are not given."""
+
+    recipe: Recipe = "fedpriv"
+    """values for keys that belong together ([recipes](recipes.md)); a key that you give wins"""
 
 
 def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:

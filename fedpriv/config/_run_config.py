@@ -12,27 +12,25 @@ from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
-from fedpriv.config._federation import (
+from fedpriv.config._federation_and_privacy import RULE_FACTS, FederationSection, Phase, PrivacySection, UpdateSection
+from fedpriv.config._model_and_data import (
+    IN_MEMORY,
+    ON_NODES,
+    OWN_MODEL,
     AuditSection,
+    DataSection,
     ExperimentSection,
-    FederationSection,
     MachineSection,
+    ModelSection,
     VariantsSection,
 )
-from fedpriv.config._model_and_data import IN_MEMORY, ON_NODES, OWN_MODEL, DataSection, ModelSection
 from fedpriv.config._recipes import RecipeSection, with_recipe
 from fedpriv.config._section import Fact
-from fedpriv.config._update_and_privacy import Phase, PrivacySection, UpdateSection
-from fedpriv.config.rules import RULE_FACTS
 from fedpriv.privacy.mechanisms.registry import FOR_SUMS, MECHANISMS
 
 
 class _MisfitError(ValueError):
-    """Keys do not fit together; its text is the first of `lines`.
-
-    Attributes:
-        lines: the problems, one line for each set of keys.
-    """
+    """Keys do not fit together: a line for each set of them, of which the first is the error's text."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__(lines[0])

@@ -13,6 +13,16 @@ from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, TypeAda
 
 from fedpriv.privacy.accounting.sensitivity import clipping_rule
 
+# How a JSON Schema describes values that take several forms: a list as one text, and the index of a single layer.
+_List = Annotated[str, Field(pattern=r"^[\s\d.,eE+\[\]-]*$")]
+_LAYERS = r"^(all|last-[1-9]\d*|\d+(,\d+)*)$"
+_LayersInput = Annotated[str, Field(pattern=_LAYERS)] | NonNegativeInt
+_Size = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
 
 class Fact(Flag):
     """A fact about a key, declared with its type: `Annotated[str, Fact.PATH]`; `keys_with` finds the keys."""
@@ -153,23 +163,14 @@ def _rule_by_any_name(value: object) -> object:
     return clipping_rule(value) if isinstance(value, str) else value
 
 
-# How a JSON Schema describes values that take several forms: a list as one text, and the index of a single layer.
-_List = Annotated[str, Field(pattern=r"^[\s\d.,eE+\[\]-]*$")]
-_LAYERS = r"^(all|last-[1-9]\d*|\d+(,\d+)*)$"
-_LayersInput = Annotated[str, Field(pattern=_LAYERS)] | NonNegativeInt
 Layers = Annotated[str, BeforeValidator(_text_of_number, json_schema_input_type=_LayersInput), Field(pattern=_LAYERS)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split, json_schema_input_type=tuple[str, ...] | str)]
-_Size = Annotated[int, Field(ge=1)]
 Sizes = Annotated[tuple[_Size, ...], BeforeValidator(split, json_schema_input_type=tuple[_Size, ...] | _List)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Budgets = Annotated[
     tuple[Positive, ...],
     BeforeValidator(split),
     BeforeValidator(one_for_all, json_schema_input_type=tuple[Positive, ...] | Positive | _List),
 ]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Probability = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
 Clipping = Annotated[
     Literal["joint", "split", "per-tensor", "batch"],
     BeforeValidator(

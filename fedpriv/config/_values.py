@@ -150,7 +150,6 @@ def sweep_points(
     Args:
         values: run keys, and perhaps a `title`, a `grid` and `runs`.
         source: where they come from, for errors.
-        title: where the values have none.
         overrides: change the keys of every run; of those that vary, the engine alone.
 
     Raises:

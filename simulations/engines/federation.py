@@ -13,8 +13,8 @@ from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.errors import InputError
+from fedpriv.learning.training.independence import FEATURES, READING, TRAINING, unfailing
 from fedpriv.learning.training.local_update import ClientUpdate, Execute, TrainedModel, UpdateTask
-from fedpriv.learning.training.progress import FEATURES, READING, TRAINING, unfailing
 from fedpriv.learning.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.learning.training.workbench import forget_changed, workbench
 from fedpriv.runs.show import check_installed

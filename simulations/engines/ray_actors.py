@@ -22,8 +22,8 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, first_line
 from fedpriv.learning.adapters import Adapter, Merged, merged_from_tensors, merged_to_tensors
 from fedpriv.learning.data.records import RecordSet
+from fedpriv.learning.training.independence import TRAINING, Tell, silent, unfailing
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
-from fedpriv.learning.training.progress import TRAINING, Tell, silent, unfailing
 from fedpriv.learning.training.stacked import execute_stacked
 from fedpriv.learning.training.workbench import load_model, workbench
 from fedpriv.privacy.mechanisms.grid import ClientGrid

@@ -14,7 +14,7 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, LedgerError, TooFewClientsError
 from fedpriv.holder.wire.kinds import Registration
-from fedpriv.learning.data.digests import DataDigests
+from fedpriv.learning.data.identity import DataDigests
 from fedpriv.learning.training.workbench import forget_changed, workbench
 from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.runs import RoundRow, files, refuse_second

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedpriv.learning.data.records import Item
-from fedpriv.learning.training._sampling import PoissonSampler
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest

@@ -10,11 +10,11 @@ import pytest
 from fedpriv.errors import InputError
 from fedpriv.holder.vault import _charging, _records, answer, holder
 from fedpriv.learning.data import federated
-from fedpriv.learning.data.persons import some_of
 from fedpriv.learning.data.records import collate, num_tokens
-from fedpriv.learning.training import clipping, stacked
-from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.data.text import some_of
+from fedpriv.learning.training import private_sums, stacked
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler
 from tests.adversary.exchanges import play
 from tests.adversary.questions import ATTACKS
 
@@ -46,9 +46,9 @@ def failing_loudly(patch):
 
 def norms_in_float32(patch):
     def part_norms(rows, parts):
-        return clipping.torch.stack([rows[:, part].float().square().sum(dim=1) for part in parts]).sqrt().double()
+        return private_sums.torch.stack([rows[:, part].float().square().sum(dim=1) for part in parts]).sqrt().double()
 
-    patch.setattr(clipping, "part_norms", part_norms)
+    patch.setattr(private_sums, "part_norms", part_norms)
 
 
 def shared_passes(patch):

@@ -32,9 +32,9 @@ from fedpriv.holder.wire.frame import (
     ask,
     receive,
 )
+from fedpriv.learning.training.independence import side_by_side
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
-from fedpriv.learning.training.workers import side_by_side
 from fedpriv.privacy.ledger.reader import reading
 from tests.holder.vault.running import Running
 from tests.marks import slow

@@ -19,9 +19,9 @@ from fedpriv.learning.adapters._arithmetic import Adapter, Merged, Product
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training import private_evaluation, stacked
 from fedpriv.learning.training._caches import input_of
-from fedpriv.learning.training._sampling import PoissonSampler
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.adversary.stand_ins import KERNELS, coupled_by
 from tests.architectures import random_base

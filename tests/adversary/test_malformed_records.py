@@ -15,7 +15,7 @@ import tomli_w
 from fedpriv.config import RunConfig
 from fedpriv.learning.data import federated
 from fedpriv.learning.data._tables import Table, to_text
-from fedpriv.learning.data._text import DataSource, FederatedData, TextData
+from fedpriv.learning.data.text import DataSource, FederatedData, TextData
 from tests.adversary.exchanges import N_K, ROWS
 from tests.adversary.nodes import ask, make_node, restart, run_config, training
 from tests.adversary.stand_ins import StandIns, Sum, largest_excess, standing_in

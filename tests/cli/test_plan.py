@@ -15,7 +15,7 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.learning.aggregation import head_of
 from fedpriv.learning.training.noise_plan import _num_lora_values, calibrated, with_learning_rates
-from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.runs.plan import budget
 from fedpriv.runs.plan.budget import Setting

@@ -19,11 +19,9 @@ from fedpriv.learning.adapters._arithmetic import (
     factors_of,
 )
 from fedpriv.learning.aggregation._cmfl import pack_signs, relevance, threshold, unpack_signs
-from fedpriv.learning.aggregation._fedavg import GlobalModel
-from fedpriv.learning.aggregation._flora import fresh_start
-from fedpriv.learning.aggregation._t_fedavg import ternary_codes
-from fedpriv.learning.aggregation.rules import RULES
-from fedpriv.learning.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
+from fedpriv.learning.aggregation._fedavg import GlobalModel, ternary_codes
+from fedpriv.learning.aggregation._products import fresh_start
+from fedpriv.learning.aggregation.rules import RULES, SERVER_OPTIMIZERS, ServerOptimizer, server_step
 
 LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)
 EXACT = ("fedex-lora", "flora")

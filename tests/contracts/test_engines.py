@@ -22,10 +22,10 @@ from fedpriv.errors import InputError
 from fedpriv.learning.adapters import read
 from fedpriv.learning.adapters._arithmetic import A_SUFFIX, B_SUFFIX, Product, factors_of
 from fedpriv.learning.aggregation.rules import RULES
-from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.independence import TRAINING
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
-from fedpriv.learning.training.progress import TRAINING
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS

@@ -23,7 +23,7 @@ from fedpriv.holder.wire.frame import Request
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training import noise_plan
 from fedpriv.learning.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
-from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian

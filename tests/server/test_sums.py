@@ -19,7 +19,7 @@ from fedpriv.holder.wire.frame import CONFIRM, REGISTER, SHARE
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training._coordinates import Coordinates
 from fedpriv.learning.training.local_update import UpdateSpec
-from fedpriv.learning.training.summing import mean_of_sum
+from fedpriv.learning.training.rounds import mean_of_sum
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.mechanisms.discrete_gaussian import integers

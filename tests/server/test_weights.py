@@ -15,8 +15,7 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.kinds import Registration, UploadRelease
 from fedpriv.learning.aggregation._fedavg import weights_by_size
 from fedpriv.learning.training.noise_plan import view_scale
-from fedpriv.learning.training.schedule import RunSchedule
-from fedpriv.learning.training.summing import client_masses, record_weights
+from fedpriv.learning.training.rounds import RunSchedule, client_masses, record_weights
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from tests.wire import answered

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from fedpriv.config import parse
+from fedpriv.learning.training.independence import FEATURES, READING, TESTING, TRAINING, silent
 from fedpriv.learning.training.model import TrainingModel
-from fedpriv.learning.training.progress import FEATURES, READING, TESTING, TRAINING, silent
 from fedpriv.learning.training.workbench import forget, workbench
 from server import observer as observers
 from server.exchange import Exchange

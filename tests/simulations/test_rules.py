@@ -20,8 +20,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import Response
-from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX
-from fedpriv.learning.adapters._inner import OUTER_SUFFIX
+from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX, OUTER_SUFFIX
 from fedpriv.learning.aggregation.rules import RULES
 from fedpriv.learning.data.records import tokenize
 from fedpriv.learning.training.evaluation import evaluate

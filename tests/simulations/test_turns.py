@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from fedpriv.config import parse
 from fedpriv.learning.adapters._arithmetic import Adapter, factors_of
 from fedpriv.learning.aggregation._fedavg import GlobalModel
-from fedpriv.learning.aggregation._fedsvd import rebased
+from fedpriv.learning.aggregation._products import rebased
 from fedpriv.learning.aggregation.rules import RULES
 from server.observer import LogObserver
 from server.strategy import RuleStrategy

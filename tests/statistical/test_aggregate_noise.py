@@ -14,8 +14,8 @@ from fedpriv.learning.aggregation._fedavg import weighted_average, weights_by_si
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.rounds import client_masses, record_weights
 from fedpriv.learning.training.stacked import local_update
-from fedpriv.learning.training.summing import client_masses, record_weights
 from fedpriv.privacy.accounting.views import aggregate_scale
 from fedpriv.privacy.mechanisms.sources import SeededSource
 

@@ -11,9 +11,9 @@ from scipy import stats
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import LoraSettings, attach, load_base, read
 from fedpriv.learning.data.records import Records
-from fedpriv.learning.training._sampling import PoissonSampler
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.stacked import local_update
 from fedpriv.privacy.accounting.lmo_distribution import Columns
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters

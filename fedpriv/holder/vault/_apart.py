@@ -25,10 +25,10 @@ from fedpriv.errors import is_memory_failure
 from fedpriv.files import trace_without_message
 from fedpriv.holder.vault import _records
 from fedpriv.holder.vault.holder import Holder, RecordsToRead
+from fedpriv.learning.training.independence import die, forked
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.learning.training.workbench import Workbench
-from fedpriv.learning.training.workers import die, forked
 from fedpriv.privacy.mechanisms.sources import SecureSource
 
 log = logging.getLogger(__name__)

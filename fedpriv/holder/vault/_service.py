@@ -315,7 +315,7 @@ def _prepare_process(folder: Path) -> None:
     with contextlib.suppress(InputError):  # settings that cannot be read are told by whoever needs them
         if VaultSettings.read(folder).device == "cpu":  # a process that could use a GPU cannot fork workers
             os.environ.update({"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
-    from fedpriv.learning.training.workers import compute_alike  # loads torch, which reads the environment
+    from fedpriv.learning.training.independence import compute_alike  # loads torch, which reads the environment
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no file shows what a process that was killed had in memory
     for number in (signal.SIGINT, signal.SIGTERM):

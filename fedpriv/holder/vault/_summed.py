@@ -39,7 +39,7 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import Request, Response
 from fedpriv.learning.adapters import Adapter
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, num_trained_values
-from fedpriv.learning.training.summing import num_included
+from fedpriv.learning.training.rounds import num_included
 from fedpriv.privacy.accounting.discrete_gaussian import MIN_STDDEV
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.views import Release, aggregate_objections, num_readers, smallest_aggregate_scales

@@ -32,6 +32,8 @@ B_SUFFIX = ".lora_B.weight"
 INNER_SUFFIX = ".lora_B.default.R.weight"
 """The end of the name of an R between B and A. It keeps the `default` that peft drops elsewhere."""
 
+OUTER_SUFFIX = ".lora_B.default.B.weight"  # of the B behind that R
+
 _LEFT = ".left"
 _RIGHT = ".right"
 
@@ -175,6 +177,26 @@ def merged_from_tensors(tensors: Mapping[str, Tensor]) -> Merged:
             raise ValueError(f"{name}: has {tensor.shape[0]} rows, its left factor {tensors[stem + _LEFT].shape[1]}")
     stems = [name.removesuffix(_LEFT) for name in tensors if name.endswith(_LEFT)]
     return {stem: Product(tensors[stem + _LEFT], tensors.get(stem + _RIGHT)) for stem in stems}
+
+
+def as_ordinary(tensors: Mapping[str, Tensor]) -> Adapter:
+    """An adapter's tensors by peft's names, with the product of R and a factor in its place; any other as it is.
+
+    It is B R, or R A where R has fewer rows than columns, so that the rank is the smaller of the two.
+    """
+    result = dict(tensors)
+    for name in tensors:
+        if name.endswith(INNER_SUFFIX):
+            stem = name.removesuffix(INNER_SUFFIX)
+            inner = result.pop(name)
+            rows, columns = inner.shape
+            outer, first = result.pop(stem + OUTER_SUFFIX)[:, :rows], result[stem + A_SUFFIX][:columns]
+            if rows < columns:
+                first = (inner.double() @ first.double()).float()
+            else:
+                outer = (outer.double() @ inner.double()).float()
+            result |= {stem + A_SUFFIX: first, stem + B_SUFFIX: outer}
+    return result
 
 
 def as_one_adapter(adapter: Mapping[str, Tensor], merged: Mapping[str, Product]) -> Adapter:

@@ -35,18 +35,22 @@ from fedpriv.errors import InputError, first_line
 from fedpriv.files import write_new
 from fedpriv.learning.adapters._base_models import cache_folder, quiet_transformers
 
+log = logging.getLogger(__name__)
+
 # Parts of the names of an adapter's parameters, of which some rules train only a part.
 _OF_ADAPTERS = (".lora_", ".modules_to_save.", ".ln_tuning_layers.")
+
+# Values that share a scale. Where a row of a weight ends within a block, bitsandbytes reads wrong scales on a CPU, some
+# from beyond their end.
+_BLOCK = 64
+
+# Of smaller models there is nothing to save.
+_LEAST_BYTES = 2**24
 
 
 @dataclass(frozen=True, eq=False)
 class _InFloat32:
-    """A base as it was before it was converted.
-
-    Attributes:
-        weights: {parameter's name: float32}.
-        attention: transformers' name of the implementation.
-    """
+    """A base before it was converted: {parameter's name: float32}, and transformers' name of its attention."""
 
     weights: Mapping[str, Tensor]
     attention: str
@@ -135,11 +139,6 @@ def _in_bfloat16(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return output.to(torch.bfloat16)
 
 
-# Values that share a scale. Where a row of a weight ends within a block, bitsandbytes reads wrong scales on a CPU, some
-# from beyond their end.
-_BLOCK = 64
-
-
 def quantise(name: str, model: Any, device: torch.device) -> None:
     """Put NF4 layers in the place of a model's frozen linear layers, and make every other parameter float32.
 
@@ -147,9 +146,7 @@ def quantise(name: str, model: Any, device: torch.device) -> None:
     was.
 
     Args:
-        name: of the model, for messages.
         model: of transformers, without an adapter; changed in place.
-        device: that trains.
 
     Raises:
         InputError: bitsandbytes is missing or does not work on this device, or the model has no such layers.
@@ -209,19 +206,10 @@ def _in_nf4(linear: Any, device: torch.device) -> nn.Module:
     return quantised
 
 
-log = logging.getLogger(__name__)
-
-# Of smaller models there is nothing to save.
-_LEAST_BYTES = 2**24
-
-
 def _shared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Equal tensors that are mapped from a file; the given ones if they are small, or if there can be no such file.
 
-    Writing to a mapped tensor changes neither the file nor what other processes see.
-
-    Args:
-        weights: on the CPU, none of them a view of another.
+    Writing to a mapped tensor changes neither the file nor what other processes see. None may be a view of another.
     """
     own = {name: tensor.contiguous() for name, tensor in weights.items()}
     if sum(tensor.nbytes for tensor in own.values()) < _LEAST_BYTES:

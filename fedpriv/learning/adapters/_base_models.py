@@ -32,8 +32,15 @@ from fedpriv.learning.adapters import _locations as locations
 from fedpriv.learning.adapters import pooling
 from fedpriv.learning.adapters._locations import model_digest, quiet_hub
 
+log = logging.getLogger(__name__)
+
 # Configuration, weights and tokenizer; no code, and no pickled weights.
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+
+# Hidden files are no part of a model's folder.
+_DIGEST_FILE = ".sha256"
+_MAGIC = b"GGUF"
+_TOKENS = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,6 @@ def resolve(name: str) -> str:
 def gguf_file(name: str) -> Path | None:
     """The GGUF file that a model comes from; None for a model of another kind.
 
-    Args:
-        name: as for `load_base`.
-
     Raises:
         InputError: there is no such file.
     """
@@ -146,7 +150,6 @@ def load_base(
         task: `SEQ_CLS` or `CAUSAL_LM`.
         labels: for `SEQ_CLS`, the classes in order.
         num_labels: their number, >= 2, where they have no names.
-        seed: of the new head.
         normalize: whether the head reads vectors of a fixed length.
         dtype: of the weights; `auto` is the checkpoint's own.
 
@@ -186,11 +189,7 @@ def load_base(
 
 
 def _put_in_order(base: BaseModel, labels: Sequence[str]) -> None:
-    """Give the rows of a checkpoint's own head the order of the labels, as far as the checkpoint names them.
-
-    Raises:
-        InputError: it names some of them and others, or its rows cannot be found.
-    """
+    """Give the rows of a checkpoint's own head the order of the labels, or refuse one that names some and others."""
     model, known = base.model, [str(base.model.config.id2label.get(row)) for row in range(len(labels))]
     form = str if set(known) == set(labels) else str.casefold
     places = {form(name): row for row, name in enumerate(known)}
@@ -262,25 +261,8 @@ def quiet_transformers() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-log = logging.getLogger(__name__)
-
-# Hidden files are no part of a model's folder.
-_DIGEST_FILE = ".sha256"
-_MAGIC = b"GGUF"
-_TOKENS = "tokenizer.ggml.tokens"
-
-
 def _folder_of_gguf(file: Path, name: str) -> Path:
-    """The folder with the model of a GGUF file, which is made when it is first asked for.
-
-    Args:
-        file: with weights and tokenizer.
-        name: as the user gave it, for messages.
-
-    Raises:
-        InputError: the file is no GGUF, is of an architecture that transformers does not read, or has no tokenizer; the
-            package gguf is missing; or the folder cannot be written, or is not what it was.
-    """
+    """The folder with the model of a GGUF file, which is made when it is first asked for, and unchanged since."""
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:
             raise InputError(f"model = {name!r}: is not a GGUF file")

@@ -42,6 +42,13 @@ _Kind = Literal["model", "dataset"]
 # A file that is asked for; that it is missing says nothing of the repository.
 _ASKED_FOR: dict[_Kind, str] = {"model": "config.json", "dataset": "README.md"}
 
+# The files in which transformers finds the names of others, and their entries that name weights, configurations or
+# vocabularies.
+_NAMING = re.compile(r"(tokenizer_)?config(\..+)?\.json|.+\.index\.json")
+_ENTRIES = re.compile(r"weight_map|transformers_weights|\w+_files?|\w*spm|vocab|merges")
+# It writes these, and opens none of them.
+_WRITTEN_ONLY = {"tokenizer_file", "special_tokens_map_file"}
+
 
 def locate(name: str) -> Path | None:
     """The folder or GGUF file on this machine that the name stands for; None if it is a name on the Hub.
@@ -161,11 +168,7 @@ def _package(name: str) -> Path | None:
 
 
 def public_name(name: str) -> str:
-    """The name by which others know a base: that on the Hub, else the last part of the path of its folder or file.
-
-    Args:
-        name: as the user gave it, see `load_base`.
-    """
+    """The name by which others know a base: that on the Hub, else the last part of the path of its folder or file."""
     path = Path(name)
     if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf"):
         return path.name or path.resolve().name
@@ -178,9 +181,6 @@ def weights_digests(name: str) -> dict[str, str]:
     """{file: SHA-256 in hex} of a base's weights as they are on this machine; empty where there are none.
 
     For a model of the Hub these are the digests that the Hub shows with its files.
-
-    Args:
-        name: as for `load_base`.
     """
     return {file.name: _digest(file, file.stat().st_ctime_ns, file.stat().st_size) for file in _weights(name)}
 
@@ -189,7 +189,6 @@ def check_weights(name: str, expected: dict[str, str]) -> None:
     """Refuse a base with other weights than those that an adapter was trained on.
 
     Args:
-        name: as for `load_base`.
         expected: what `weights_digests` gave then; empty accepts any.
 
     Raises:
@@ -229,7 +228,6 @@ def model_digest(folder: Path, *, weights: bool = True) -> str:
     Nothing else decides what a model from this folder computes: one by which loaders find other files is refused.
 
     Args:
-        folder: of the model.
         weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
 
     Raises:
@@ -257,8 +255,7 @@ def model_state(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
 def _files(folder: Path) -> list[Path]:
     """The files of a model's folder, in order; what is hidden at its top does not count, and no loader looks for it.
 
-    Raises:
-        InputError: a link leads to a folder, whose files would be read without being counted.
+    A link to a folder is refused: its files would be read without being counted.
     """
     found = [path for path in sorted(folder.rglob("*")) if not path.relative_to(folder).parts[0].startswith(".")]
     if linked := next((path for path in found if path.is_symlink() and path.is_dir()), None):
@@ -266,20 +263,8 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-# The files in which transformers finds the names of others, and their entries that name weights, configurations or
-# vocabularies.
-_NAMING = re.compile(r"(tokenizer_)?config(\..+)?\.json|.+\.index\.json")
-_ENTRIES = re.compile(r"weight_map|transformers_weights|\w+_files?|\w*spm|vocab|merges")
-# It writes these, and opens none of them.
-_WRITTEN_ONLY = {"tokenizer_file", "special_tokens_map_file"}
-
-
 def _check_names(folder: Path) -> None:
-    """Refuse a model's folder by which a loader finds files that its digest is not of.
-
-    Raises:
-        InputError: names the file, and what it leads to.
-    """
+    """Refuse a model's folder by which a loader finds files that its digest is not of."""
     own = {file.name for file in _files(folder) if file.parent == folder}
     if "adapter_config.json" in own:  # of peft, by which files and other models are found in many ways
         raise InputError(f"model = {str(folder)!r}: holds an adapter; merge it into its base, and use that")

@@ -41,7 +41,6 @@ def encode(adapter: Mapping[str, Tensor], reference: Mapping[str, Tensor], codec
         adapter: float32 tensors.
         reference: tensors with the same names and shapes, which the receiver holds too.
         codec: one of `CODECS`.
-        source: of randomness, for the rounding.
 
     Raises:
         ValueError: the codec is unknown, or the names differ.

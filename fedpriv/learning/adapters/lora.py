@@ -1,10 +1,23 @@
-"""LoRA adapters on a frozen base: attach, read, write, save and load. On disk they are ordinary peft adapters."""
+"""LoRA adapters on a frozen base: attach, read, write, save and load. On disk they are ordinary peft adapters.
+
+Of some, the only trained part is a small matrix R between two frozen factors of the weight itself: B R A (LoRA-XS). In
+the model, the module of B holds R and B one after the other, so whatever calls it gets B R. What is saved has B R in
+the place of B. Nodes derive the factors from the same frozen weight by the same code, so R alone travels. Two machines
+get the same singular vectors up to their signs, which are fixed here, and up to rotations among those of equal singular
+values, which are refused. An R of a smaller rank is the leading block of a larger one whose other entries are zero, and
+needs the factors' leading vectors alone.
+
+Two papers do otherwise. LoRA-XS (Balazy et al. 2024) scales a factor by the singular values, so the same noise would
+count more in some directions. Fed-SB (Singhal et al. 2025) takes the factors from gradients of records, which under
+differential privacy would be a release.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +25,32 @@ from typing import Any
 
 import torch
 from peft import LNTuningConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.utils.constants import CONFIG_NAME, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fedpriv.config.rules import Trains
+from fedpriv.config import Trains
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file, replaced_file
-from fedpriv.learning.adapters import _inner, pooling
-from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX, Adapter, Factors, Merged, as_one_adapter, factors_of
+from fedpriv.learning.adapters import pooling
+from fedpriv.learning.adapters._arithmetic import (
+    INNER_SUFFIX,
+    OUTER_SUFFIX,
+    Adapter,
+    Factors,
+    Merged,
+    as_one_adapter,
+    as_ordinary,
+    factors_of,
+)
 from fedpriv.learning.adapters._base_models import BaseModel, load_base, quiet_transformers
 from fedpriv.learning.adapters._locations import check_weights, public_name, weights_digests
+
+# Two singular values that differ by less, relative to the largest one, leave their vectors to a machine's rounding. It
+# moves vectors by its size over the difference: in float64, some 1e-13 for a large matrix, by no more than float32's.
+_LEAST_GAP = 1e-6
 
 CONVENTION_FILE = "fedpriv.json"
 
@@ -33,9 +60,73 @@ _WRITTEN = ("LORA", "LN_TUNING")
 # The parts of a layer's parameter names that stay at their initial value.
 _FROZEN = {
     "lora-b": (".lora_A.",),
-    "lora-r": (".lora_A.", _inner.OUTER_SUFFIX),
+    "lora-r": (".lora_A.", OUTER_SUFFIX),
     "head": (".lora_A.", ".lora_B."),
 }
+
+
+@torch.no_grad()
+def _put_between(model: nn.Module, factors: Mapping[str, Factors]) -> None:
+    """Give LoRA layers of a peft model frozen factors, and a zero R between them.
+
+    Args:
+        model: whose parameters are on one device.
+        factors: {layer: (B, A)}, float32 [out, n] and [k, in], for an R of [n, k].
+    """
+    for name, (left, right) in factors.items():
+        layer: Any = model.get_submodule(name)
+        inner = nn.Linear(right.shape[0], left.shape[1], bias=False)
+        nn.init.zeros_(inner.weight)
+        layer.lora_A["default"] = _linear(right)
+        layer.lora_B["default"] = nn.Sequential(OrderedDict(R=inner, B=_linear(left)))
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight.copy_(weight)
+    return layer
+
+
+def _factors_of_weights(model: nn.Module) -> dict[str, Factors]:
+    """{LoRA layer of a peft model: (B, A)}: singular vectors of its weight, as many as LoRA's rank, or as there are.
+
+    Raises:
+        InputError: a weight has no unique singular vectors; names its layer.
+    """
+    return {name: _of_weight(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+
+
+def _of_weight(name: str, layer: Any) -> Factors:
+    if "default" not in layer.lora_A:
+        raise InputError(f"target_modules: {name} is no linear layer, and R lies between factors of a weight matrix")
+    weight = layer.get_base_layer().weight
+    try:
+        return _singular_factors(weight.T if layer.fan_in_fan_out else weight, min(layer.r["default"], *weight.shape))
+    except ValueError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+def _singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(B, A) = (U, V^T) of a matrix's largest singular values: float32 [out, rank] and [rank, in], orthonormal.
+
+    The largest entry of each row of A is positive.
+
+    Args:
+        weight: [out, in].
+        rank: r >= 1, at most the number of rows and of columns.
+
+    Raises:
+        ValueError: singular values are too close to tell their vectors.
+
+    Source: Balazy et al. 2024 (LoRA-XS), who scale one of the factors by the singular values.
+    """
+    u, values, v = torch.linalg.svd(weight.double().cpu(), full_matrices=False)
+    bounded = torch.cat([values, values.new_zeros(1)])
+    if not (bounded[:rank] - bounded[1 : rank + 1] > _LEAST_GAP * values[0]).all():
+        raise ValueError(f"rank = {rank}: two of the weight's largest singular values are equal, so any basis would do")
+    left, right = u[:, :rank], v[:rank]
+    signs = right.gather(1, right.abs().argmax(dim=1, keepdim=True)).sign()
+    return (left * signs.T).float(), (right * signs).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +159,12 @@ def attach(
     settings: LoraSettings,
     *,
     seed: int = 0,
-    factors: Callable[[PeftModel], Mapping[str, Factors]] = _inner.singular_factors,
+    factors: Callable[[PeftModel], Mapping[str, Factors]] = _factors_of_weights,
     rows: Callable[[PeftModel], Mapping[str, Tensor]] | None = None,
 ) -> PeftModel:
     """The base with a new adapter that leaves its function unchanged: B or R zero, or copies of weights.
 
     Args:
-        base: the frozen model.
-        settings: of the adapter.
-        seed: of what starts at random.
         factors: the frozen factors of each LoRA layer, between which an R lies; by default singular vectors.
         rows: A of each LoRA layer, where B alone is trained; by default peft's random one.
 
@@ -89,7 +177,7 @@ def attach(
         torch.manual_seed(seed)
         model = get_peft_model(base.model, config).eval()
         if settings.trains == "lora-r":
-            _inner.put_between(model, factors(model))
+            _put_between(model, factors(model))
         elif rows and settings.trains == "lora-b":
             _put_rows(model, rows(model))
     for name, parameter in model.named_parameters():
@@ -260,7 +348,6 @@ def save(
 
     Args:
         model: a model with an adapter of the same kind.
-        base: of the model.
         directory: created if it does not exist; links to files in it, as in a cache, are replaced and not followed.
         adapter: the trained tensors by peft's names; None takes the model's own. The frozen tensors of the model's
             adapter are added.
@@ -275,7 +362,7 @@ def save(
     # Embeddings are never trained; "auto" might ask the Hub for a base that is known by its folder's name alone.
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     stored = {name: tensor.detach().cpu() for name, tensor in own.items()}
-    tensors = as_one_adapter(_inner.as_ordinary({**stored, **(adapter or {})}), merged or {})
+    tensors = as_one_adapter(as_ordinary({**stored, **(adapter or {})}), merged or {})
     if isinstance(config, LoraConfig):
         rank = next(right.shape[0] for _, right in factors_of(tensors).values())
         config.lora_alpha, config.r = config.lora_alpha * rank / config.r, rank
@@ -310,7 +397,6 @@ def load(base: Any, directory: Path | str) -> PeftModel:
         base: a model's name as in the configuration, a `BaseModel` that pools as in training, or a transformers model
             with the head for its task, as `from_pretrained` returns it. A model object is modified: the adapter is
             attached to it.
-        directory: where `save` wrote the adapter.
 
     Raises:
         InputError: the directory holds no fedpriv adapter, or one of another version or kind, or the base cannot be
@@ -358,10 +444,6 @@ def read_convention(directory: Path) -> dict[str, Any]:
 
 def checked_convention(convention: Any, path: Path) -> dict[str, Any]:
     """The content of a `fedpriv.json`, if this fedpriv can use an adapter that it describes.
-
-    Args:
-        convention: the content.
-        path: where it is kept, for errors.
 
     Raises:
         InputError: it is damaged or of another version.

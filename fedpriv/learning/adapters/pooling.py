@@ -35,12 +35,19 @@ BIAS_SCALE = _CONSTANT * STATE_SCALE
 # Encoders whose head reads the pooler's output or the first token's state.
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra"}
 
+# Their forward passes call one module, `classifier`, with all tokens' states.
+_CALLED_WITH_STATES = {"roberta", "xlm-roberta", "camembert", "electra"}
+# Its forward pass applies pre_classifier, ReLU, dropout and classifier to the first token's state.
+_WITH_RELU = "distilbert"
+
+REPLACED = frozenset({*_CALLED_WITH_STATES, _WITH_RELU})
+"""Model types whose head of several layers becomes one layer where features are normalised."""
+
 
 def pooling_of(model: Any, *, normalize: bool = False) -> str:
     """`mean` for the encoders that this module knows; `model`, the model's own pooling, for all others.
 
     Args:
-        model: a transformers model.
         normalize: whether the pooled vector has a fixed length, which `unit-` before the name says.
     """
     return _UNIT * normalize + ("mean" if pools(model) else "model")
@@ -75,11 +82,7 @@ def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def pooled(output: Any) -> Tensor:
-    """The vectors that the head of a model which `pools` reads, [batch, hidden].
-
-    Args:
-        output: of the model's encoder, after `apply`.
-    """
+    """The vectors that the head of a model which `pools` reads, [batch, hidden], in what its encoder gives."""
     if getattr(output, "pooler_output", None) is not None:
         vectors: Tensor = output.pooler_output
         return vectors
@@ -142,15 +145,6 @@ def _pool_by_the_mean(encoder: Any, *, alone: bool) -> None:
         encoder.register_forward_hook(replace_states)
 
 
-# Their forward passes call one module, `classifier`, with all tokens' states.
-_CALLED_WITH_STATES = {"roberta", "xlm-roberta", "camembert", "electra"}
-# Its forward pass applies pre_classifier, ReLU, dropout and classifier to the first token's state.
-_WITH_RELU = "distilbert"
-
-REPLACED = frozenset({*_CALLED_WITH_STATES, _WITH_RELU})
-"""Model types whose head of several layers becomes one layer where features are normalised."""
-
-
 def linear_head(model: Any) -> tuple[str, nn.Linear] | None:
     """The name of a classification model's head and the head, if one linear layer is all that follows the encoder."""
     after = {name: module for name, module in model.named_children() if name != model.base_model_prefix}
@@ -166,12 +160,7 @@ def can_be_linear(model: Any) -> bool:
 
 
 def _make_linear(model: Any) -> None:
-    """Replace a head of several layers by one linear layer of zeros, `classifier`, in families that are known here.
-
-    Args:
-        model: a transformers classification model; others than RoBERTa, XLM-R, CamemBERT, ELECTRA and DistilBERT, and
-            one whose head is one linear layer, are left as they are.
-    """
+    """Replace a head of several layers by one linear layer of zeros, `classifier`, in the families of `REPLACED`."""
     if linear_head(model) is not None or not can_be_linear(model):
         return
     # Without initialisation, which would draw from the global generator.

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from fedpriv.learning.aggregation._cmfl import pack_signs as pack_signs
     from fedpriv.learning.aggregation._cmfl import unpack_signs as unpack_signs
     from fedpriv.learning.aggregation._fedavg import GlobalModel as GlobalModel
+    from fedpriv.learning.aggregation._fedavg import ternary_codes as ternary_codes
     from fedpriv.learning.aggregation._fedavg import weighted_average as weighted_average
     from fedpriv.learning.aggregation._fedavg import weights_by_size as weights_by_size
-    from fedpriv.learning.aggregation._flora import fresh_start as fresh_start
     from fedpriv.learning.aggregation._head_start import head_of as head_of
     from fedpriv.learning.aggregation._head_start import recentred as recentred
     from fedpriv.learning.aggregation._head_start import started as started
-    from fedpriv.learning.aggregation._t_fedavg import ternary_codes as ternary_codes
+    from fedpriv.learning.aggregation._products import fresh_start as fresh_start
     from fedpriv.learning.aggregation.rules import RULES as RULES
     from fedpriv.learning.aggregation.rules import Rule as Rule
 else:

@@ -1,4 +1,4 @@
-"""The weighted average of the uploaded tensors, tensor by tensor (Liu et al., Eq. 8).
+"""The weighted average of the uploaded tensors, tensor by tensor (Liu et al., Eq. 8), as it is or made ternary.
 
 On A and B it is DP-LoRA's rule, which is inexact: the product of averages is not the average of products. On full
 weights it is FedAvg, on B only, with A frozen and shared, FFA-LoRA, on B and A in turn, round by round, RoLoRA (Chen et
@@ -13,8 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from fedpriv.learning.adapters import Adapter, Merged
+
+# Near the best threshold for normal and for uniform weights, in units of their mean magnitude (Li and Liu 2016); the
+# paper has another.
+_THRESHOLD = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +93,38 @@ def weighted_average(adapters: Sequence[Adapter], weights: Sequence[float]) -> A
 def average(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
     """The global model whose trained tensors are the weighted average of the uploads; see `weighted_average`."""
     return replace(model, adapter=weighted_average(uploads, weights))
+
+
+def ternary_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The signs of the values that are large in their row, zero for the rest, and the mean magnitude of the large ones.
+
+    A row with only the values -s, 0 and s, not all zero, gives its signs and s.
+
+    Args:
+        rows: [rows, values].
+
+    Returns:
+        codes in {-1, 0, 1}, [rows, values], and scales >= 0, [rows, 1].
+    """
+    sizes = rows.abs()
+    codes = rows.sign() * (sizes > _THRESHOLD * sizes.mean(dim=1, keepdim=True))
+    coded = codes.abs().sum(dim=1, keepdim=True)
+    return codes, (sizes * codes.abs()).sum(dim=1, keepdim=True) / coded.clamp(min=1)
+
+
+def t_fedavg(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[float]) -> GlobalModel:
+    """The weighted average of the clients' ternary differences, quantised to ternary again, tensor by tensor.
+
+    A pretrained model does not survive ternary weights, so here the difference to the pretrained ones is ternary, which
+    all sides hold; with zeros in their place, it is the paper's scheme. Neither linear nor exact: quantising the
+    average is biased.
+
+    Source: Xu et al. 2020, Algorithm 2.
+    """
+    average = weighted_average(uploads, weights)
+    return replace(model, adapter={name: _ternary(average[name], start) for name, start in model.initial.items()})
+
+
+def _ternary(tensor: Tensor, start: Tensor) -> Tensor:
+    codes, scale = ternary_codes((tensor.double() - start.double()).reshape(1, -1))
+    return (start.double() + (codes * scale).view(start.shape)).to(torch.float32)

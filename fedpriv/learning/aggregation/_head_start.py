@@ -48,7 +48,6 @@ def started(model: GlobalModel, aggregated: Adapter, *, noise: float) -> GlobalM
     release is used. A class of few records has a mean of noise, so its count is at least a public number.
 
     Args:
-        model: before the round.
         aggregated: the weighted average of the uploads: what they add to the model's head is, per class, the sum of
             its records' features over the number of all records, with noise; a bias adds `BIAS_SCALE` squared for each.
         noise: standard deviation of the noise in each feature's sum over the number of all records, >= 0.

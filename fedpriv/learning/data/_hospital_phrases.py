@@ -19,18 +19,14 @@ class Theme:
     circumstances: tuple[str, ...]
 
 
-def _phrases(line: str) -> tuple[str, ...]:
-    """The phrases of one line of a table."""
-    return tuple(line.strip().split(" / "))
+def phrases(table: str) -> tuple[str, ...]:
+    """The phrases of a table, of any number of lines."""
+    return tuple(phrase for line in table.strip().splitlines() for phrase in line.split(" / "))
 
 
 def _themes(table: str) -> tuple[Theme, ...]:
-    """The themes of one department's table.
-
-    Raises:
-        ValueError: a theme does not have exactly three lines.
-    """
-    blocks = [[_phrases(line) for line in block.splitlines()] for block in table.strip().split("\n\n")]
+    """The themes of one department's table, of three lines each."""
+    blocks = [list(map(phrases, block.splitlines())) for block in table.strip().split("\n\n")]
     if any(len(block) != 3 for block in blocks):
         raise ValueError("every theme needs three lines: names, statements and circumstances")
     return tuple(Theme(*block) for block in blocks)

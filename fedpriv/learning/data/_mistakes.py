@@ -221,16 +221,10 @@ def check_table(table: Table, config: RunConfig, *, key: str = "data") -> list[s
 
 
 def refused(found: Sequence[Finding], checks: TableChecks, name: str, how: str) -> list[str]:
-    """The messages of findings, unless one of them is refused.
-
-    Args:
-        found: the findings.
-        checks: `warn` refuses none.
-        name: of the table.
-        how: to go on.
+    """The messages of findings about a table of this name, unless one of them is refused; `how` says how to go on.
 
     Raises:
-        InputError: a finding is refused.
+        InputError: a finding is refused, and the checks do not merely warn.
     """
     refusals = [finding for finding in found if finding.refuses]
     if refusals and checks == "refuse":
@@ -436,12 +430,7 @@ def _as_ids(role: str, values: Values) -> Finding | None:
 
 
 def looks_like_persons(name: str, values: Values) -> bool:
-    """Whether a column seems to say whom a record is about: by its name, and ids that repeat.
-
-    Args:
-        name: of the column.
-        values: of it.
-    """
+    """Whether a column seems to say whom a record is about: by its name, and ids that repeat."""
     present = [value for value in values if value is not None and value.strip()]
     num = len(set(present))
     if _cannot_be_ids(present):

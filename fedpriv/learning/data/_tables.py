@@ -1,11 +1,14 @@
-"""Tables of records, from a CSV, JSONL or Parquet file, or from the Hugging Face Hub."""
+"""The records of a CSV, JSONL or Parquet file, or of the Hugging Face Hub: as a table, or as a node reads its own.
+
+Of a table every record must be readable. Of a node's file each row is a record, or there is a reason why it is none.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,18 @@ from fedpriv.config import DataSection, Encoding, RunConfig, Separator
 from fedpriv.errors import InputError, first_line
 from fedpriv.files import new_file
 from fedpriv.learning.adapters import hub_problem, quiet_hub
-from fedpriv.learning.data._layout import is_decimal_comma
-from fedpriv.learning.data._rows import FORMATS, named, opened, require_columns, suffix_of, unit_of, unreadable
-from fedpriv.learning.data._text import TextData, as_text, from_messages, response_of
+from fedpriv.learning.data._rows import (
+    FORMATS,
+    Row,
+    is_decimal_comma,
+    named,
+    opened,
+    require_columns,
+    suffix_of,
+    unit_of,
+    unreadable,
+)
+from fedpriv.learning.data.text import DataSource, TextData, as_text, from_messages, response_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +35,6 @@ class Table:
     """The records of a file or of a data set on the Hub, and how the file was read.
 
     Attributes:
-        source: as it was asked for.
         columns: {name: [records] values}; the names of classes, and None where a value is missing.
         lines: the line at which each record begins, from 1; empty where records are no lines.
         separator: of a CSV file; None of any other.
@@ -74,9 +85,7 @@ def read_table(
     Args:
         source: a path, or a name on the Hub; `name:split` selects another split.
         key: the configuration key to name in errors.
-        separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
-        encoding: of a CSV or JSONL file.
-        spans: whether a quoted field may go on over lines, and a JSON file may be one list.
+        separator, encoding, spans: as for `opened`.
 
     Raises:
         InputError: there is no such file or data set, its format is unknown, it is empty, or a record is unreadable.
@@ -115,8 +124,7 @@ def write_lines(source: str, path: Path, *, separator: Separator = "auto", encod
     Args:
         source: a file whose quoted fields may go on over lines, or a data set on the Hub.
         path: of a new file, which its user alone may read.
-        separator: of the file, as for `read_table`.
-        encoding: as there.
+        separator, encoding: as for `read_table`.
 
     Raises:
         InputError: the table cannot be read, or the path is taken.
@@ -206,3 +214,88 @@ def _texts(table: Table, config: DataSection, key: str) -> tuple[str, ...]:
         return tuple(map(as_text, table.columns[column]))
     except ValueError as error:
         raise InputError(f"{key} = {column!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class OwnRecord:
+    """A record of a node.
+
+    Attributes:
+        text: may be empty; in instruction data, what was said before the response.
+        pair: the second text, or what the record has as its response; empty if there is none.
+        label: the name of its label; None if it is missing. In instruction data, the same as `pair`.
+        person: whom it is about; empty if the unit is the record.
+        place: its line or row, from 1, which the records before it decide; to be shown to the operator alone.
+    """
+
+    text: str
+    pair: str
+    label: str | None
+    person: str = ""
+    place: int = field(default=0, compare=False)
+
+
+def read_own(source: DataSource) -> list[OwnRecord | InputError]:
+    """The records of a file in their order; for one that cannot be read, the reason in its place.
+
+    Guarantee: adding or removing a line, or a row of a Parquet file, adds or removes one record; of the others, it
+    changes the number of their place alone.
+    Blank lines are no records. Values are as written: no type is inferred from other records.
+
+    Args:
+        source: a file, possibly gzipped; `label_column` is empty where no labels are wanted.
+
+    Raises:
+        InputError: for what no record decides: there is no such file, its format is unknown, it is damaged as a whole,
+            or its header lacks a column.
+    """
+    asked = source.columns
+    with opened(
+        source.data, separator=source.separator, encoding=source.encoding, columns=[name for _, name in asked]
+    ) as rows:
+        if rows.names:  # else every record names its own
+            require_columns(rows.names, asked, source.data)
+        return [_record(place, row, source) for place, row in rows.places]
+
+
+def read_strictly(source: DataSource) -> list[OwnRecord]:
+    """The same of a file that its operator can still mend: every record must be readable.
+
+    Raises:
+        InputError: as `read_own`; or the file has no records, or one that cannot be read.
+    """
+    records = []
+    for record in read_own(source):
+        if isinstance(record, InputError):
+            raise InputError(f"data = {source.data!r}: {record}")
+        records.append(record)
+    if not records:
+        raise InputError(f"data = {source.data!r}: holds no records")
+    return records
+
+
+def _record(place: int, row: Callable[[], Row], source: DataSource) -> OwnRecord | InputError:
+    """The record at a place, or why it cannot be read."""
+    try:
+        values = row()
+        person = as_text(values[source.person_column]) if source.person_column else ""
+        if source.instructs:
+            return replace(_instruction(values, source), person=person, place=place)
+        label = values[source.label_column] if source.label_column else None
+        return OwnRecord(
+            text=as_text(values[source.text_column]),
+            pair=as_text(values[source.text_pair_column]) if source.text_pair_column else "",
+            label=None if label is None else str(label),
+            person=person,
+            place=place,
+        )
+    except Exception as error:  # whatever one record holds, the others are read
+        return InputError(unreadable(error, f"{source.unit} {place}"))
+
+
+def _instruction(values: Row, source: DataSource) -> OwnRecord:
+    if source.messages_column:
+        said, response = from_messages(values[source.messages_column])
+    else:
+        said, response = as_text(values[source.prompt_column]), as_text(values[source.response_column])
+    return OwnRecord(text=said, pair=response, label=response or None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from fedpriv.config import DataSection
 from fedpriv.errors import InputError
 from fedpriv.learning.data._mistakes import folded
-from fedpriv.learning.data._text import TextData
+from fedpriv.learning.data.text import TextData
 from fedpriv.texts import counted
 
 Content = str | bytes | tuple[str, ...]
@@ -27,7 +27,6 @@ def check_texts(config: DataSection, test: TextData, private: TextData, places: 
     """The warnings about a test set of texts beside a private table, one a line.
 
     Args:
-        config: with both tables.
         test: the records of `test_data`, with their persons if it names any.
         private: all records of `data`, whoever trains on them.
         places: [records] of the test set in its file, from 0.
@@ -63,7 +62,6 @@ def check_apart(
     """Refuse a test set that has something in common with private records.
 
     Args:
-        config: with both.
         test: [records] the content, or the person, of each; what is empty is in common with nothing.
         private: the same of the private records.
         shared: says what some records of the test set have in common with these.

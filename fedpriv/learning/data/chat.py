@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from fedpriv.errors import InputError, first_line, is_memory_failure
-from fedpriv.learning.data._text import Turn, turns_of
+from fedpriv.learning.data.text import Turn, turns_of
 
 RESPONSE_MASK = "response_mask"
 """A feature of each token: 1 where a model is to predict it. Without this feature, it is to predict all of them."""
@@ -39,6 +39,7 @@ _LEARNED = ("opening", "response", "end")
 _CUTTABLE = ("prompt", "system")
 
 _Span = tuple[str, _Kind]
+
 _Token = tuple[int, int]
 """(id, index of the span that it belongs to)."""
 
@@ -50,7 +51,7 @@ class ChatFormat:
     Attributes:
         system_prompt: put before chats that have no system turn; empty puts none.
         prompt_template: a text around each prompt, with one `{}` in its place; empty stands for the prompt alone.
-        has_messages: whether the texts of records are turns, see `fedpriv.learning.data._text`, or prompts.
+        has_messages: whether the texts of records are turns, see `fedpriv.learning.data.text`, or prompts.
     """
 
     system_prompt: str = ""
@@ -66,9 +67,7 @@ class ChatFormat:
         template that leaves no room.
 
         Args:
-            tokenizer: that `check` accepts.
             texts: what was said before each response.
-            pairs: the responses.
             max_length: tokens, the template's included.
         """
         chats = _Chats(tokenizer)
@@ -97,11 +96,6 @@ class ChatFormat:
 
     def check(self, tokenizer: Any, *, model: str, max_length: int) -> None:
         """Refuse a tokenizer or a length that no record could be put to the model with.
-
-        Args:
-            tokenizer: a transformers tokenizer.
-            model: name to show in errors.
-            max_length: tokens of a record.
 
         Raises:
             InputError: it has no chat template, or one of another kind; or takes a text of the run for a special token;
@@ -195,11 +189,7 @@ class _Chats:
         self._control = re.compile(f"(?={'|'.join(map(re.escape, control))})" if control else r"(?!)")
 
     def frame(self, roles: tuple[str, ...]) -> list[tuple[str | int, _Kind]]:
-        """The template's texts for turns of these roles and a response, and the numbers of the turns'.
-
-        Raises:
-            Exception: the template refuses the roles, or is of a kind that cannot be used.
-        """
+        """The template's texts for turns of these roles and a response, and the turns' numbers; it may refuse them."""
         if roles not in self._frames:
             self._frames[roles] = self._rendered(roles)
         return self._frames[roles]

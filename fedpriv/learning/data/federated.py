@@ -21,20 +21,18 @@ import numpy as np
 
 from fedpriv.config import EMBEDDED, IN_MEMORY, ON_NODES, DataSection, Fact, RunConfig
 from fedpriv.errors import InputError, first_line
-from fedpriv.learning.data import _own as own
 from fedpriv.learning.data import hospital
 from fedpriv.learning.data._mistakes import check_table
-from fedpriv.learning.data._tables import Table, instructions, read_table, release_memory, to_text
-from fedpriv.learning.data._text import DataSource, FederatedData, TextData, response_of
+from fedpriv.learning.data._tables import OwnRecord, Table, instructions, read_own, read_table, release_memory, to_text
 from fedpriv.learning.data.apart import check_texts
-from fedpriv.learning.data.persons import by_person
+from fedpriv.learning.data.text import DataSource, FederatedData, TextData, by_person, response_of
 
 if TYPE_CHECKING:
     from fedpriv.learning.data.tensors import TensorRecords
 
-Held = TypeVar("Held", TextData, "TensorRecords")
-
 log = logging.getLogger(__name__)
+
+Held = TypeVar("Held", TextData, "TensorRecords")
 
 _NO_RECORDS = TextData((), ())
 
@@ -100,7 +98,6 @@ def check_sizes(config: RunConfig, sizes: Mapping[str, int]) -> None:
     """Refuse clients without records, or with fewer than a batch is expected to have.
 
     Args:
-        config: of the run.
         sizes: {name of a client: its number of records}, by partition id.
 
     Raises:
@@ -128,9 +125,7 @@ def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
 def _units(persons: Sequence[str | None] | None, num_records: int) -> list[list[int]]:
     """The records of each unit, by their places: of each person, or each record by itself.
 
-    Args:
-        persons: whom each record is about, None for nobody; None altogether where records are the unit.
-        num_records: of them all.
+    Records about nobody, whose person is None, are in no unit.
     """
     if persons is None:
         return [[place] for place in range(num_records)]
@@ -155,8 +150,8 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     Raises:
         InputError: the file or a column cannot be used; no record decides that.
     """
-    places = own.read(source if config.labels else replace(source, label_column=""))
-    read = [record for record in places if isinstance(record, own.OwnRecord)]
+    places = read_own(source if config.labels else replace(source, label_column=""))
+    read = [record for record in places if isinstance(record, OwnRecord)]
     if len(read) < len(places):
         log.warning("%d of %d records cannot be read; nothing trains on them", len(places) - len(read), len(places))
     nameless = sum(not record.person.strip() for record in read) if source.person_column else 0
@@ -166,11 +161,10 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     return FederatedData((of_own(read, source, config.labels),), ("",), _NO_RECORDS, label_names)
 
 
-def of_own(records: Sequence[own.OwnRecord], source: DataSource, labels: Sequence[str]) -> TextData:
+def of_own(records: Sequence[OwnRecord], source: DataSource, labels: Sequence[str]) -> TextData:
     """The records of a node's file that count, as the file has them: nothing that a run can set has changed them.
 
     Args:
-        records: of the file.
         source: of the records; where it names a column of persons, one that names nobody does not count.
         labels: that the node's operator agreed to; records with others do not count. Empty lets all count.
     """
@@ -300,11 +294,7 @@ def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> tuple[Tabl
 
 
 def _holders(table: Table, config: DataSection) -> set[object]:
-    """The holders named in the client column.
-
-    Raises:
-        InputError: a record has no holder, or one that is neither a string nor an integer.
-    """
+    """The holders named in the client column, each a string or an integer."""
     column = table.columns[config.client_column]
     for index, holder in enumerate(column):
         if not isinstance(holder, (str, int)):
@@ -316,17 +306,7 @@ def _holders(table: Table, config: DataSection) -> set[object]:
 
 
 def _usable(table: Table, config: RunConfig, source: str, *, among: Sequence[int] | None = None) -> Sequence[int]:
-    """The records that have a label, or answer, and one of the configured if there are any; there must be some.
-
-    Args:
-        table: of records.
-        config: of the run.
-        source: of the table, for errors.
-        among: the records that count; None for all.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The records that have a label, or answer, and one of the configured if there are any; there must be some."""
     rows = range(len(table)) if among is None else among
     if config.answers:
         responses = [response for _, response in instructions(table, config)]
@@ -350,10 +330,7 @@ def _usable(table: Table, config: RunConfig, source: str, *, among: Sequence[int
 def _split(rows: Sequence[int], persons: Sequence[str | None] | None, config: RunConfig) -> tuple[list[int], list[int]]:
     """The training records, and a random test set, a `test_fraction` of the units, that the seed determines.
 
-    Args:
-        rows: of the records.
-        persons: whom each record of the table is about; None where the unit is the record.
-        config: of the run.
+    With persons, None or the name of each record of the table, these are the units.
     """
     units = _units(None if persons is None else [persons[row] for row in rows], len(rows))
     order = np.random.default_rng(config.seed).permutation(len(units)).tolist()
@@ -382,17 +359,11 @@ def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfi
 
 
 def _partition(table: Table, rows: Sequence[int], config: RunConfig) -> tuple[list[list[int]], list[str]]:
-    """The rows of each client, and the clients' names.
+    """The training rows of each client, and the clients' names, by the configuration's partition rule.
 
-    Args:
-        table: of records.
-        rows: of the training records.
-        config: whose partition rule is `natural`: by `client_column`, in sorted order; `iid`: evenly, at random;
-            `dirichlet`: by label, with concentration `dirichlet_alpha`; or `sizes`: at random into `client_sizes`.
-            Where the unit is the person, persons are dealt out, each with all records, as its first record would be.
-
-    Raises:
-        InputError: flwr-datasets is not installed, the split is impossible, or a client would have no record.
+    `natural`: by `client_column`, in sorted order; `iid`: evenly, at random; `dirichlet`: by label, with concentration
+    `dirichlet_alpha`; `sizes`: at random into `client_sizes`. Where the unit is the person, persons are dealt out, each
+    with all records, as its first record would be.
     """
     if config.partition_rule == "natural":
         column, held = table.columns[config.client_column], dict[str, list[int]]()
@@ -409,13 +380,7 @@ def _partition(table: Table, rows: Sequence[int], config: RunConfig) -> tuple[li
 
 
 def _dealt(num_units: int, labels: Sequence[Any] | None, config: RunConfig) -> list[list[int]]:
-    """The units that a rule which draws gives each client.
-
-    Args:
-        num_units: of them all.
-        labels: of their first records; None where the rule asks for none.
-        config: as for `_partition`.
-    """
+    """The units that a rule which draws gives each client; by the labels of their first records, if it asks for any."""
     if config.partition_rule == "sizes" and sum(config.client_sizes) > num_units:
         raise InputError(
             f"client_sizes = {list(config.client_sizes)}: sum to {sum(config.client_sizes)}, but there are "
@@ -475,7 +440,6 @@ def held_out(data: Held, *, fraction: float, key: bytes) -> tuple[Held, Held]:
     the same side, whichever these are.
 
     Args:
-        data: of one holder.
         fraction: probability of being set aside, in (0, 1), over the keys.
         key: 1 to 64 bytes. To anyone who knows it, the number of records on either side tells who is there.
     """

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from numpy.random import Generator, default_rng
 
-from fedpriv.learning.data._hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES, Theme
+from fedpriv.learning.data._hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES, Theme, phrases
 
 _T = TypeVar("_T")
 _Themes = Mapping[str, Sequence[Theme]]
@@ -46,111 +46,61 @@ _CIRCUMSTANCE_PROBABILITY = 0.95
 _JOINT_PROBABILITY = 0.08
 
 # A single complaint. {name} and {statement} include a circumstance; {sign} is another name without one.
-_LEADS = (
-    "I have {name}",
-    "I have had {name} for {span}",
-    "for {span} I have been dealing with {name}",
-    "I keep getting {name}",
-    "I am writing because of {name}",
-    "what bothers me is {name}",
-    "my problem is {name}",
-    "it is about {name}",
-    "I am not sure what to call it, perhaps {name}",
-    "my {relative} has {name}",
-    "my {relative} has been complaining of {name} for {span}",
-    "my {relative} needs help with {name}",
-    "{statement}",
-    "{statement}, and it has been like this for {span}",
-    "lately {statement}",
-    "the problem is that {statement}",
-    "I noticed {span} ago that {statement}",
-    "what worries me: {statement}",
-    "{statement}, and I do not know why",
-    "I have {sign}: {statement}",
-    "I would call it {sign}: {statement}",
-    "{statement}, so I suppose it is {sign}",
-    "{statement}; for {span} I have had {sign} like this",
-    "I have {name} and also {sign}",
-    "my {relative} has {sign}, now even {name}",
-)
+_LEADS = phrases("""
+I have {name} / I have had {name} for {span} / for {span} I have been dealing with {name} / I keep getting {name}
+I am writing because of {name} / what bothers me is {name} / my problem is {name} / it is about {name}
+I am not sure what to call it, perhaps {name} / my {relative} has {name}
+my {relative} has been complaining of {name} for {span} / my {relative} needs help with {name} / {statement}
+{statement}, and it has been like this for {span} / lately {statement} / the problem is that {statement}
+I noticed {span} ago that {statement} / what worries me: {statement} / {statement}, and I do not know why
+I have {sign}: {statement} / I would call it {sign}: {statement} / {statement}, so I suppose it is {sign}
+{statement}; for {span} I have had {sign} like this / I have {name} and also {sign}
+my {relative} has {sign}, now even {name}
+""")
 
 # Two complaints in one sentence: {name} or {statement} leads, {minor} does not.
-_JOINT_LEADS = (
-    "I have {name}, and a bit of {minor} as well",
-    "it is not so much {minor} as {name} that worries me",
-    "never mind {minor}, I need help with {name}",
-    "I can live with {minor}, but not with {name}",
-    "mainly {name}, now and then {minor}",
-    "besides {minor}, which is being treated, I now have {name}",
-    "I came to you with {minor} last year, this time it is {name}",
-    "I am here for {name}, {minor} can wait",
-    "{statement}, and I also have {minor}, but that is bearable",
-    "I have known {minor} for years, what is new is {name}",
-    "{minor} got better, but now I have {name}",
-    "for {span} {name}, later {minor} on top",
-    "first it was only {minor}, but by now the real trouble is {name}",
-    "{statement}, which is worse than {minor}",
-    "my {relative} has {name}, apart from {minor}",
-)
+_JOINT_LEADS = phrases("""
+I have {name}, and a bit of {minor} as well / it is not so much {minor} as {name} that worries me
+never mind {minor}, I need help with {name} / I can live with {minor}, but not with {name}
+mainly {name}, now and then {minor} / besides {minor}, which is being treated, I now have {name}
+I came to you with {minor} last year, this time it is {name} / I am here for {name}, {minor} can wait
+{statement}, and I also have {minor}, but that is bearable / I have known {minor} for years, what is new is {name}
+{minor} got better, but now I have {name} / for {span} {name}, later {minor} on top
+first it was only {minor}, but by now the real trouble is {name} / {statement}, which is worse than {minor}
+my {relative} has {name}, apart from {minor}
+""")
 
 # Mentions of another department that do not change the complaint.
-_FALSE_LEADS = (
-    "my {specialist} said it is not {organ}",
-    "a {specialist} has already ruled out {organ}",
-    "at first I blamed {organ}",
-    "my GP first suspected {organ}",
-    "I am also seeing a {specialist} for {minor}",
-    "a {specialist} is looking after {minor} already",
-    "last month I had {minor}, but that has settled",
-    "I was in hospital for {minor} {span} ago",
-    "the {specialist} sent me on to you",
-    "my {relative} thinks it is {organ}",
-    "I do not know whether this is for you or for the {specialist}",
-    "please note that I take tablets for {minor}",
-)
+_FALSE_LEADS = phrases("""
+my {specialist} said it is not {organ} / a {specialist} has already ruled out {organ} / at first I blamed {organ}
+my GP first suspected {organ} / I am also seeing a {specialist} for {minor}
+a {specialist} is looking after {minor} already / last month I had {minor}, but that has settled
+I was in hospital for {minor} {span} ago / the {specialist} sent me on to you / my {relative} thinks it is {organ}
+I do not know whether this is for you or for the {specialist} / please note that I take tablets for {minor}
+""")
 
 # The same, but referring back to the complaint.
-_AFTERTHOUGHTS = (
-    "I also notice {minor}, but less",
-    "sometimes it comes with {minor}",
-    "my {relative} had {minor} and it began the same way",
-    "I read that it may come from {organ}",
-    "not sure whether that has to do with {minor}",
-    "maybe I should rather ask a {specialist}",
-    "I asked the {specialist}, who was not concerned",
-    "it is hardly {organ}, or is it?",
-    "now {minor} as well, if that matters",
-    "could {organ} be behind it?",
-)
+_AFTERTHOUGHTS = phrases("""
+I also notice {minor}, but less / sometimes it comes with {minor}
+my {relative} had {minor} and it began the same way / I read that it may come from {organ}
+not sure whether that has to do with {minor} / maybe I should rather ask a {specialist}
+I asked the {specialist}, who was not concerned / it is hardly {organ}, or is it?
+now {minor} as well, if that matters / could {organ} be behind it?
+""")
 
 # Padding before and after the complaint that says nothing about it.
-_INTRODUCTIONS = (
-    "I am {age} years old",
-    "I am {age} and otherwise healthy",
-    "I have a referral from my GP",
-    "I could not get through on the phone",
-    "I moved here {span} ago",
-    "my GP is on holiday",
-    "I am a little embarrassed to ask",
-    "I hope I am writing to the right place",
-    "I missed my appointment on {day}",
-    "my last visit was {span} ago",
-    "a friend recommended you",
-)
-_REMARKS = (
-    "mornings suit me best",
-    "I work shifts, so please call after four",
-    "I can send the reports",
-    "I live alone and do not drive",
-    "maybe it is nothing",
-    "it is getting worse",
-    "it comes and goes",
-    "some days I hardly notice it",
-    "I am away from {day} on",
-    "I tried to wait it out",
-    "I am insured with the public fund",
-    "I would rather not take more tablets",
-)
+_INTRODUCTIONS = phrases("""
+I am {age} years old / I am {age} and otherwise healthy / I have a referral from my GP
+I could not get through on the phone / I moved here {span} ago / my GP is on holiday
+I am a little embarrassed to ask / I hope I am writing to the right place / I missed my appointment on {day}
+my last visit was {span} ago / a friend recommended you
+""")
+_REMARKS = phrases("""
+mornings suit me best / I work shifts, so please call after four / I can send the reports
+I live alone and do not drive / maybe it is nothing / it is getting worse / it comes and goes
+some days I hardly notice it / I am away from {day} on / I tried to wait it out / I am insured with the public fund
+I would rather not take more tablets
+""")
 
 # What may come before and after the complaint, and with what probability.
 _BEFORE = ((_INTRODUCTIONS, 0.2), (_FALSE_LEADS, 0.08))

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from fedpriv.config import DataSection, RunConfig
 from fedpriv.errors import InputError, is_memory_failure
-from fedpriv.learning.data._text import TextData
 from fedpriv.learning.data.chat import ChatFormat, Row
-from fedpriv.learning.data.persons import by_person
+from fedpriv.learning.data.text import TextData, by_person
+
+# [records] of a tokenizer, texts, second texts if records have them, and the most tokens of a record.
+Encode = Callable[[Any, Sequence[str], Sequence[str] | None, int], list[Row]]
+
+_FEATURES = ("input_ids", "token_type_ids")
 
 
 class RecordSet(Protocol):
@@ -118,7 +122,6 @@ def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
     """Refuse a length that has no room for a token of text.
 
     Args:
-        tokenizer: a transformers tokenizer.
         max_length: tokens, special ones included.
         pairs: whether records have a second text.
 
@@ -128,12 +131,6 @@ def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
     smallest = tokenizer.num_special_tokens_to_add(pair=pairs) + (2 if pairs else 1)
     if max_length < smallest:
         raise InputError(f"max_length = {max_length}: must be at least {smallest}, with the tokenizer's special tokens")
-
-
-# [records] of a tokenizer, texts, second texts if records have them, and the most tokens of a record.
-Encode = Callable[[Any, Sequence[str], Sequence[str] | None, int], list[Row]]
-
-_FEATURES = ("input_ids", "token_type_ids")
 
 
 def encode(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:
@@ -328,10 +325,6 @@ class TextReading:
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, where: str) -> TextReading:
         """The reading whose fields `to_json` gave.
-
-        Args:
-            values: of a file.
-            where: the file, for errors.
 
         Raises:
             InputError: a value is missing, unknown, or of another type.

@@ -23,15 +23,12 @@ if TYPE_CHECKING:
     from fedpriv.learning.training._caches import Body as Body
     from fedpriv.learning.training._caches import FeatureCache as FeatureCache
     from fedpriv.learning.training._caches import find_prefix as find_prefix
-    from fedpriv.learning.training._decoding import Tokens as Tokens
-    from fedpriv.learning.training._decoding import ends_of_turn as ends_of_turn
-    from fedpriv.learning.training._decoding import greedy_answers as greedy_answers
-    from fedpriv.learning.training._decoding import with_adapter as with_adapter
-    from fedpriv.learning.training._live_bytes import peak_of_pass as peak_of_pass
-    from fedpriv.learning.training._losses import predictions as predictions
     from fedpriv.learning.training._passes import batches as batches
-    from fedpriv.learning.training._sampling import PoissonSampler as PoissonSampler
-    from fedpriv.learning.training.clipping import clipped_rows as clipped_rows
+    from fedpriv.learning.training._passes import predictions as predictions
+    from fedpriv.learning.training.answers import ends_of_turn as ends_of_turn
+    from fedpriv.learning.training.answers import greedy_answers as greedy_answers
+    from fedpriv.learning.training.answers import with_adapter as with_adapter
+    from fedpriv.learning.training.evaluation import Tokens as Tokens
     from fedpriv.learning.training.evaluation import class_figures as class_figures
     from fedpriv.learning.training.evaluation import log_perplexity_change as log_perplexity_change
     from fedpriv.learning.training.evaluation import mean_estimate as mean_estimate
@@ -43,7 +40,10 @@ if TYPE_CHECKING:
     from fedpriv.learning.training.own_models import private_step as private_step
     from fedpriv.learning.training.per_sample import per_sample_gradients as per_sample_gradients
     from fedpriv.learning.training.per_sample import trainable_layers as trainable_layers
-    from fedpriv.learning.training.summing import noised_sum as noised_sum
-    from fedpriv.learning.training.whole_updates import UpdateNoise as UpdateNoise
+    from fedpriv.learning.training.private_sums import PoissonSampler as PoissonSampler
+    from fedpriv.learning.training.private_sums import UpdateNoise as UpdateNoise
+    from fedpriv.learning.training.private_sums import clipped_rows as clipped_rows
+    from fedpriv.learning.training.private_sums import noised_sum as noised_sum
+    from fedpriv.learning.training.rehearsal import peak_of_pass as peak_of_pass
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

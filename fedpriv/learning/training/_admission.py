@@ -30,8 +30,7 @@ from fedpriv.errors import InputError, first_line
 from fedpriv.learning.adapters import BaseModel, lora, restore_float32, to_bfloat16
 from fedpriv.learning.data import TextData
 from fedpriv.learning.data.records import Item, Records, encode, encoder_of, tokenize
-from fedpriv.learning.training._isolation import raising_failures, refusing
-from fedpriv.learning.training.independence import dependence
+from fedpriv.learning.training.independence import dependence, raising_failures, refusing
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import Stack, per_sample_gradients
 from fedpriv.learning.training.rehearsal import left_as_it_is, random_records
@@ -52,6 +51,23 @@ _TRIED = (8, 5, 7, 3)
 
 # The share of a gradient's norm that may be rounding, by the bytes of a value of the base.
 _TOLERANCES = {4: 1e-3, 2: 0.05}
+
+# Of the vocabulary, from its beginning to its end.
+_NUM_WORDS = 64
+
+# A length that no word reaches.
+_UNCUT = 2**20
+
+# bfloat16 costs precision, so it must save at least this share of the time.
+_LEAST_SAVING = 0.2
+
+# In narrower models a pass is mostly overhead, and which format is faster is chance.
+_LEAST_WIDTH = 128
+
+# Tokens of the synthetic records, the most that share a pass, and the seconds for which each format is timed.
+_TOKENS = 32
+_RECORDS = 32
+_SECONDS = 0.15
 
 
 def admit(model: TrainingModel) -> None:
@@ -89,10 +105,6 @@ def check_weights(base: BaseModel) -> None:
 def check_learns(model: TrainingModel, record: Records) -> None:
     """Refuse a model that learns nothing of a public record which is as long as any may be.
 
-    Args:
-        model: that `admit` accepts.
-        record: one alone.
-
     Raises:
         InputError: its pass fails, or its gradient is not finite or zero; says what would be right.
     """
@@ -116,20 +128,8 @@ def check_learns(model: TrainingModel, record: Records) -> None:
         raise InputError(f"max_length = {tokens}: a {kind} model learns nothing of texts of so many tokens; use more")
 
 
-# Of the vocabulary, from its beginning to its end.
-_NUM_WORDS = 64
-
-# A length that no word reaches.
-_UNCUT = 2**20
-
-
 def public_record(base: BaseModel, config: RunConfig, *, num_labels: int) -> Records:
-    """One record of `max_length` tokens, as the run reads texts.
-
-    Args:
-        base: with its tokenizer.
-        config: of the run.
-        num_labels: number of classes; 0 for causal models.
+    """One record of `max_length` tokens, as the run reads texts; `num_labels` is 0 for causal models.
 
     Raises:
         InputError: the tokenizer cannot pad, knows no word, or makes tokens for which there is no embedding.
@@ -257,18 +257,6 @@ def _gradients(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> 
         recomputed=model.recomputed,
     )
     return torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
-
-
-# bfloat16 costs precision, so it must save at least this share of the time.
-_LEAST_SAVING = 0.2
-
-# In narrower models a pass is mostly overhead, and which format is faster is chance.
-_LEAST_WIDTH = 128
-
-# Tokens of the synthetic records, the most that share a pass, and the seconds for which each format is timed.
-_TOKENS = 32
-_RECORDS = 32
-_SECONDS = 0.15
 
 
 def in_format(peft_model: Any, wanted: str, build: Callable[..., TrainingModel]) -> TrainingModel:

@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from fedpriv.files import require_room
 from fedpriv.learning.adapters import Merged, same_merged
 from fedpriv.learning.data.records import Item, Records, num_tokens, usable
-from fedpriv.learning.training._isolation import isolated
-from fedpriv.learning.training.progress import FEATURES, READING, Tell
-from fedpriv.learning.training.workers import shared, side_by_side
+from fedpriv.learning.training.independence import FEATURES, READING, Tell, isolated, shared, side_by_side
 
 log = logging.getLogger(__name__)
+
+Drawn = tuple[Records, Tensor]
+"""Some records of a set, by their indices, int64 [records]."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,7 @@ class Cached(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Room:
-    """The memory or the file that states are kept in.
-
-    Attributes:
-        states: [tokens, width], in the format of the base.
-        in_memory: or in a file.
-    """
+    """The memory or the file in which states are kept, [tokens, width], in the format of the base."""
 
     states: Tensor
     in_memory: bool
@@ -147,13 +143,7 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Reserved:
-    """Room that was taken before the records were read.
-
-    Attributes:
-        room: for `num_records` records of `longest` tokens each.
-        num_records: >= 1.
-        longest: tokens, >= 1.
-    """
+    """Room that was taken before the records were read: for so many of at most `longest` tokens each."""
 
     room: _Room
     num_records: int
@@ -174,7 +164,6 @@ class PrefixCache:
         forward: runs the model in eval mode on records.
         model: of the states; those beyond its limit go to a file without a name, which nobody else can open and which
             ends with this process, however it ends.
-        prefix: from `find_prefix`.
         width: of a hidden state.
         dtype: of the base.
     """
@@ -315,10 +304,6 @@ class PrefixCache:
             return None
 
 
-Drawn = tuple[Records, Tensor]
-"""Some records of a set, by their indices, int64 [records]."""
-
-
 @dataclass(frozen=True, eq=False)
 class Body:
     """Everything before the head that may change, which decides a record's features.
@@ -411,7 +396,6 @@ class FeatureCache:
 
         Args:
             drawn: in any number and order.
-            body: to compute them with.
             keep: whether to look for them among those that are kept, and to keep them; they are then computed through
                 the prefix cache.
         """

@@ -30,7 +30,6 @@ class Coordinates:
     """The trained values of one specification's updates.
 
     Attributes:
-        layout: of an adapter's trained values in a row.
         scales: [values], see this module; None if each is one.
         rates: [values], each value's learning rate over the specification's; None if each is one.
         centred: whether a head's values are those for centred features.
@@ -46,9 +45,7 @@ class Coordinates:
         """The coordinates for updates of adapters with these shapes.
 
         Args:
-            spec: of the updates.
             shapes: {tensor name: its shape} of all tensors of the adapter.
-            device: for `scales` and `rates`.
         """
         names = trained_names(shapes, spec.trains)
         layout = VectorLayout.of({name: shapes[name] for name in names}, clipping_parts(spec.clipping, names))
@@ -93,12 +90,9 @@ def scaled(values: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def _value_factors(shapes: Mapping[str, torch.Size], *, bias: float = 1.0, lora: float = 1.0) -> Tensor | None:
-    """A factor for each value by the kind of its tensor, [values]; None if each is one.
+    """A factor > 0 for each value by the kind of its tensor, [values]; None if each is one.
 
-    Args:
-        shapes: {tensor name: its shape}, in the order of the values.
-        bias: of the head's bias, its tensor of one dimension, > 0.
-        lora: of A and B, > 0.
+    The bias of the head is its tensor of one dimension.
     """
 
     def factor(name: str, shape: torch.Size) -> float:
@@ -184,23 +178,14 @@ class VectorLayout:
 
 
 def _centre_of(adapter: Adapter) -> Tensor:
-    """[inputs] The mean of the head's rows; zeros for a head without a bias, which could not make up for it.
-
-    Raises:
-        ValueError: the head is not a single linear layer.
-    """
+    """[inputs] The mean of the head's rows; zeros for a head without a bias, which could not make up for it."""
     weight, bias = head_of(adapter)
     mean = adapter[weight].double().mean(dim=0).float()
     return mean if bias is not None else torch.zeros_like(mean)
 
 
 def shifted(adapter: Adapter, by: Tensor) -> Adapter:
-    """The adapter whose head scores features less `by` as the given one scores the features themselves.
-
-    Args:
-        adapter: with a head of one linear layer.
-        by: [inputs].
-    """
+    """The adapter whose linear head scores features less `by`, [inputs], as the given one scores the features."""
     weight, bias = head_of(adapter)
     if bias is None:
         return adapter
@@ -214,10 +199,8 @@ def trained_weights(
     """The weights of a local update.
 
     Args:
-        spec: of the update.
         broadcast: [clients, values], where the clients start.
         initial: the tensors at the start of the run; `ternary` quantises the difference to them.
-        layout: of the tensors.
 
     Raises:
         ValueError: the optimizer or the quantization is unknown.

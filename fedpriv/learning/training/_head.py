@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.learning.training._coordinates import VectorLayout
-from fedpriv.learning.training.clipping import ROUNDING_MARGIN, check_clip_norm
+from fedpriv.learning.training.private_sums import ROUNDING_MARGIN, check_clip_norm
 
 # Bits of a record's features, below the power of two that bounds their norm; of a residual, below 1; and of a
 # coefficient, below the clip norm. A record then adds less than 2^39 units, so that a float64 holds the sum of 2^14
@@ -28,6 +28,7 @@ from fedpriv.learning.training.clipping import ROUNDING_MARGIN, check_clip_norm
 _FEATURE_BITS = 21
 _RESIDUAL_BITS = 26
 _COEFFICIENT_BITS = 17
+
 ROWS_OF_A_PRODUCT = 2**14
 """Records whose gradients one product may add."""
 _LOWER_BITS = 31
@@ -85,7 +86,6 @@ class HeadInputs:
         """[rows, classes] The logits of these records; the same for a record whatever other records there are.
 
         Args:
-            rows: of the records.
             weight: [classes, inputs]; its last column belongs to the bias's coordinate, if there is one.
         """
         weight = weight.double()
@@ -137,7 +137,6 @@ class ClippedSums:
         """Add at most `ROWS_OF_A_PRODUCT` records.
 
         Args:
-            inputs: of the records.
             residuals: [records, classes], from `residuals`.
             runs: each client and its records.
         """
@@ -170,7 +169,6 @@ class Heads:
         weights: [clients, classes, inputs], with the bias as the weight of a further input.
         bias_scale: this input; None for a head without a bias.
         centres: [clients, width], taken off the features; None takes nothing.
-        layout: of a row.
         names: of the weight, and of the bias if there is one, in adapters.
         objective: `loss` or `class-sums`.
     """

@@ -132,9 +132,7 @@ def shares_of_own(right: Mapping[int, npt.NDArray[np.bool_]], holders: npt.NDArr
 def _alone(held: Sequence[Sequence[Any]], generator: np.random.Generator) -> dict[int, int]:
     """{client: its number of records} of those that get a model of their own, each from all of its records.
 
-    Args:
-        held: the records of each client.
-        generator: draws the clients, as long as all their records together are at most MOST_RECORDS.
+    They are drawn, as long as all their records together are at most MOST_RECORDS.
     """
     found, room = {}, MOST_RECORDS
     for client in generator.permutation(len(held))[:MOST_ALONE].tolist():
@@ -181,10 +179,8 @@ def _labelled(model: TrainingModel, rows: Sequence[tuple[str, Item]], *, cached:
 def _features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> npt.NDArray[np.float64]:
     """The mean over tokens of the frozen base's last hidden states, [records, hidden].
 
-    Args:
-        model: its adapter and what is merged into it are replaced by nothing.
-        items: records.
-        cached: whether the prefix cache may keep states of the whole sets that the records are from.
+    The model's adapter and what is merged into it are replaced by nothing. With `cached` the prefix cache may keep
+    states of the whole sets that the records are from.
     """
     model.merge({})
     without = {n: torch.zeros_like(t) if n.endswith(B_SUFFIX) else t for n, t in model.initial.items()}
@@ -210,7 +206,6 @@ def hits(train: Labelled, test: Labelled, seed: int) -> tuple[int, int]:
 
     Args:
         train, test: public records: nothing adds noise.
-        seed: of the folds that choose the penalty.
     """
     probe = int(_probed(train, test, seed).sum())
     if any(re.search(r"\w", text) for text in train.texts):
@@ -231,13 +226,7 @@ def _probed(train: Labelled, test: Labelled, seed: int) -> npt.NDArray[np.bool_]
 def _predicted(transform: Any, inputs: Any, labels: _Vector, others: Any, grid: Sequence[float], seed: int) -> _Vector:
     """The classes that a logistic regression on the transformed inputs predicts for the others.
 
-    Args:
-        transform: of scikit-learn; fitted to the inputs alone.
-        inputs: one for each label.
-        labels: classes.
-        others: to predict.
-        grid: values of C, from which cross-validation on the inputs chooses.
-        seed: of the folds.
+    The transform is fitted to the inputs alone; cross-validation on them chooses C from the grid.
     """
     # Each of a fit's many small products would wait for another thread, and on a busy machine for that to get a core.
     with threadpool_limits(1, user_api="blas"):

@@ -108,11 +108,9 @@ def random_token_canaries(
 
     Args:
         like: records of the client, at least one, whose feature names and padding the canaries share.
-        num: number of canaries.
         num_labels: number of classes, or 0 for causal models.
         vocabulary: its size; tokens are drawn from the upper nine tenths, since special and common ones have small ids.
         num_tokens: length of a canary, >= 3.
-        source: of tokens and labels.
 
     Raises:
         InputError: a value is out of range, or the client has no record.
@@ -146,7 +144,6 @@ def mislabelled_canaries(records: Records, *, num_labels: int, source: RandomSou
     Args:
         records: with labels; they must not be in the client's data in any other form.
         num_labels: number of classes, >= 2.
-        source: of the labels.
 
     Raises:
         InputError: the records have no labels, or there is only one class.
@@ -161,7 +158,6 @@ def inserted(records: Records, canaries: Records, included: Flags, repeats: int 
     """The records, followed by the included canaries; where persons are the unit, each is a person of its own.
 
     Args:
-        records: the client's own.
         canaries: all of them.
         included: bool [canaries].
         repeats: how often the data have an included canary, >= 1.
@@ -199,10 +195,6 @@ def audited_client(
     """The client with canaries in its data.
 
     Args:
-        records: the client's own.
-        plan: of the canaries.
-        num_labels: number of classes, 0 for causal models.
-        vocabulary: size of the tokenizer's vocabulary.
         canary_source: of tokens and labels, which the attacker knows.
         coins: source of the inclusions, which only the auditor may know.
 
@@ -241,9 +233,7 @@ def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient:
     The coins use the run's seed, since the auditor has to know them: they protect only canaries.
 
     Args:
-        config: of the run.
         bench: with the client's records.
-        index: of the client among the bench's clients.
 
     Raises:
         InputError: there are too few records.

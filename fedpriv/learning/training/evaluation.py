@@ -20,13 +20,18 @@ import torch
 from fedpriv.errors import InputError
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Item, Records, num_tokens, usable
-from fedpriv.learning.training._decoding import TOKENS_OF_A_PASS, Tokens, prompt_and_response
-from fedpriv.learning.training._losses import predictions
-from fedpriv.learning.training._passes import batches
+from fedpriv.learning.training._passes import TOKENS_OF_A_PASS, batches, predictions
+from fedpriv.learning.training.independence import TESTING
 from fedpriv.learning.training.model import TrainingModel
-from fedpriv.learning.training.progress import TESTING
+
+log = logging.getLogger(__name__)
+
+Tokens = tuple[int, ...]
+"""The ids of a text's tokens."""
 
 Confusion = tuple[tuple[int, ...], ...]
+
+_RECORDS_PER_PASS = 64
 
 
 def confusion_matrix(labels: npt.ArrayLike, predicted: npt.ArrayLike, num_classes: int) -> Confusion:
@@ -43,12 +48,9 @@ def confusion_matrix(labels: npt.ArrayLike, predicted: npt.ArrayLike, num_classe
 
 
 def macro_f1(confusion: Sequence[Sequence[int]]) -> float:
-    """The mean F1 score of the classes that occur among the records or the predictions, in [0, 1].
+    """The mean F1 score of the classes that occur among the records, at least one, or the predictions: in [0, 1].
 
     F1 of a class is 2 TP / (2 TP + FP + FN). Classes that occur in neither have none and do not count.
-
-    Args:
-        confusion: of at least one record.
     """
     counts = np.asarray(confusion, dtype=np.float64)
     occurrences = counts.sum(axis=0) + counts.sum(axis=1)
@@ -57,11 +59,7 @@ def macro_f1(confusion: Sequence[Sequence[int]]) -> float:
 
 
 def majority_share(confusion: Sequence[Sequence[int]]) -> float:
-    """The share of the largest true class: the accuracy of always predicting it.
-
-    Args:
-        confusion: of at least one record.
-    """
+    """The share of the largest true class, among at least one record: the accuracy of always predicting it."""
     sizes = np.asarray(confusion).sum(axis=1)
     return float(sizes.max() / sizes.sum())
 
@@ -77,11 +75,7 @@ def class_figures(confusion: Confusion | None) -> dict[str, float | None]:
 
 
 def accuracy_of(confusion: Sequence[Sequence[int]]) -> float:
-    """The share of records whose predicted class is the true one, in [0, 1].
-
-    Args:
-        confusion: of at least one record.
-    """
+    """The share of records, of which there are some, whose predicted class is the true one, in [0, 1]."""
     counts = np.asarray(confusion)
     return float(counts.trace() / counts.sum())
 
@@ -129,8 +123,7 @@ def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> MeanEstima
     of the m records, so by the delta method its variance is m / (m - 1) sum (d_i - r n_i)^2 / (sum n_i)^2.
 
     Args:
-        before: of records in an order.
-        after: of the same records in the same order.
+        before, after: of the same records in the same order.
 
     Raises:
         ValueError: the records are not the same.
@@ -148,11 +141,7 @@ def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> MeanEstima
 
 
 def mean_estimate(values: npt.NDArray[np.float64]) -> MeanEstimate:
-    """The mean of values, and its standard error.
-
-    Args:
-        values: [records], at least one.
-    """
+    """The mean of at least one value, and its standard error."""
     mean = float(values.mean())
     return MeanEstimate(mean=mean, standard_error=_root_of_sum(values - mean, len(values)))
 
@@ -188,9 +177,6 @@ def rouge_l(references: Sequence[str], answers: Sequence[str]) -> npt.NDArray[np
     scorer = RougeScorer(["rougeL"], use_stemmer=False)
     pairs = zip(references, answers, strict=True)
     return np.array([scorer.score(reference, answer)["rougeL"].fmeasure for reference, answer in pairs], dtype=float)
-
-
-_RECORDS_PER_PASS = 64
 
 
 @dataclass(frozen=True)
@@ -230,7 +216,6 @@ def evaluate(
     """The quality of the model, with its current adapter, on the records; the states of its prefix cache are used.
 
     Args:
-        model: with an adapter.
         records: public ones.
         keep_features: whether what the head reads is kept for evaluations with the same A and B: those of other ones
             are faster without, by a third on a CPU.
@@ -304,10 +289,6 @@ def _log_likelihoods(model: TrainingModel, choices: Choices) -> npt.NDArray[np.f
 
     It is the sum over the answer's tokens, its end of turn included, and not divided by their number: the
     probabilities of all texts add up to 1, so that they can be compared.
-
-    Args:
-        model: a causal one, with its adapter; the states of its prefix cache are used.
-        choices: each answer of at least one token.
     """
     return -np.stack([_token_losses(model, records.items())[0].sums for records in choices.records], axis=1)
 
@@ -316,9 +297,6 @@ def _confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
     """Records by their own answer (row) and the one that the model finds most likely (column)."""
     likeliest = _log_likelihoods(model, choices).argmax(axis=1)
     return confusion_matrix(choices.truth, likeliest, len(choices.records))
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -334,12 +312,25 @@ class Choices:
     truth: tuple[int, ...]
 
 
+def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
+    """The prompt before a record's last response, and that response with its end of turn; both empty without one."""
+    records, index = item
+    tokens: list[int] = records.features["input_ids"][index].tolist()
+    mask: list[int] = records.features[RESPONSE_MASK][index].tolist()
+    end = len(mask)
+    while end and not mask[end - 1]:
+        end -= 1
+    begin = end
+    while begin and mask[begin - 1]:
+        begin -= 1
+    return (tuple(tokens[:begin]), tuple(tokens[begin:end])) if end else ((), ())
+
+
 def choices_of(records: Records, tokenizer: Any, answers: Sequence[str]) -> Choices:
     """The records as questions with the allowed answers; records with another response are left out, which is logged.
 
     Args:
         records: with a mask of their responses.
-        tokenizer: of the records.
         answers: at least one.
 
     Raises:
@@ -370,13 +361,7 @@ def _with_answer(prompts: Sequence[Tokens], answer: Tokens, pad_token_id: int) -
 
 
 def _answer_tokens(tokenizer: Any, answers: Sequence[str], responses: Sequence[Tokens]) -> tuple[Tokens, ...]:
-    """The tokens of each answer as a response: as a record has them, or else encoded alone and ended like the others.
-
-    Args:
-        tokenizer: of the responses.
-        answers: texts.
-        responses: tokens of the records' responses, with what ends them.
-    """
+    """The tokens of each answer as a response: as a record has them, or else encoded alone and ended as others are."""
     known: dict[str, Tokens] = {}
     for response in responses:
         known.setdefault(text_of(tokenizer, response), response)

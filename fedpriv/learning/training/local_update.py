@@ -15,8 +15,8 @@ from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.adapters.pooling import BIAS_SCALE
 from fedpriv.learning.data.records import RecordSet
-from fedpriv.learning.training._sampling import PoissonSampler
-from fedpriv.learning.training.progress import Tell
+from fedpriv.learning.training.independence import Tell
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.privacy.accounting.events import Event, Unit
 from fedpriv.privacy.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
 from fedpriv.privacy.mechanisms.grid import ClientGrid
@@ -25,7 +25,7 @@ from fedpriv.privacy.mechanisms.sources import RandomSource
 
 if TYPE_CHECKING:
     from fedpriv.learning.training._caches import FeatureCache, PrefixCache
-    from fedpriv.learning.training._losses import Predictions
+    from fedpriv.learning.training._passes import Predictions
     from fedpriv.learning.training.per_sample import TrainableLayer
 
 OPTIMIZERS = ("sgd", "adamw")

@@ -32,20 +32,22 @@ from fedpriv.learning.training._caches import (
     input_of,
     skipping_prefix,
 )
-from fedpriv.learning.training._isolation import raising_failures
-from fedpriv.learning.training._losses import (
+from fedpriv.learning.training._passes import (
+    Footprint,
     Predictions,
+    batches,
     class_sum_losses,
     input_of_last,
     next_token_targets,
     output_layer,
+    padded,
     places_of,
     predictions,
     sliced_predictions,
+    to_device,
 )
-from fedpriv.learning.training._passes import Footprint, batches, padded, to_device
+from fedpriv.learning.training.independence import Tell, raising_failures, silent
 from fedpriv.learning.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
-from fedpriv.learning.training.progress import Tell, silent
 
 # Of a LoRA layer's frozen weight, after the layer's name.
 _WEIGHT = ".base_layer.weight"
@@ -252,7 +254,6 @@ class TrainingModel:
         """[records] The values whose gradients an update descends.
 
         Args:
-            items: the records.
             objective: one of `OBJECTIVES`.
             cached: whether the states of the prefix cache are used.
         """
@@ -327,7 +328,6 @@ class TrainingModel:
         """The positions of the records that share a pass, which stays within the memory limit.
 
         Args:
-            items: the records.
             num_values: of the adapter that is trained, whose rank may not be the model's; None stands for the model's.
         """
         if self.alone:

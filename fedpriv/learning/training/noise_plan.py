@@ -13,8 +13,7 @@ from fedpriv.learning.adapters import Adapter, leading_block
 from fedpriv.learning.training.local_update import planned_event, trained_names
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.learning.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.learning.training.schedule import RunSchedule
-from fedpriv.learning.training.summing import grid_of, record_weights
+from fedpriv.learning.training.rounds import RunSchedule, grid_of, record_weights
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.calibration import Schedule, calibrate_all, calibrate_to_risk
 from fedpriv.privacy.accounting.events import Event
@@ -112,10 +111,8 @@ def planned_releases(config: RunConfig, sizes: Mapping[int, int], client: int, i
     """The releases of a client that takes part in every round, without the evaluation on its records.
 
     Args:
-        config: of the run, with numbers for noise and learning rates.
+        config: with numbers for noise and learning rates.
         sizes: {client: registered N_k} of all clients.
-        client: one of them.
-        initial: the adapter.
     """
     events = []
     for spec, num_rounds in RunSchedule.of(config).totals.items():
@@ -133,7 +130,6 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
     the smallest noise of any client in any sum of `min_clients` uploads, over its own.
 
     Args:
-        config: of the run.
         sizes: N_k of all clients.
     """
     if config.privacy_view == "local":
@@ -153,13 +149,7 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
 
 
 def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
-    """The configuration with numbers for learning rates that are `auto`; its noise is known.
-
-    Args:
-        config: of the run, calibrated.
-        sizes: N_k of all clients.
-        initial: the adapter.
-    """
+    """The calibrated configuration with numbers for learning rates that are `auto`; sizes are N_k of all clients."""
     rate = derived_learning_rate(config, sizes, initial)
     if rate is not None:
         config = replace(config, learning_rate=rate.learning_rate)
@@ -181,13 +171,7 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
 
 
 def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> LearningRate | None:
-    """The rate for which `learning_rate = auto` stands; None if the configuration gives a number.
-
-    Args:
-        config: of the run, calibrated.
-        sizes: N_k of all clients.
-        initial: the adapter.
-    """
+    """The rate for which `learning_rate = auto` stands, given the noise; None if the configuration has a number."""
     if config.learning_rate != "auto":
         return None
     num_steps = max(1, config.main_phase.num_rounds)
@@ -206,7 +190,7 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
     """The standard deviation of the noise in each feature's sum over the number of all records, in the head's start.
 
     Args:
-        config: of the run, calibrated.
+        config: calibrated.
         sizes: N_k of the clients whose releases are summed.
     """
     total = federation_of(config, sizes)

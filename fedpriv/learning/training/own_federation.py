@@ -29,10 +29,10 @@ from fedpriv.learning.data.apart import check_apart
 from fedpriv.learning.data.federated import check_sizes
 from fedpriv.learning.data.tensors import Batch, TensorItem, TensorRecords, tensor_records
 from fedpriv.learning.training._caches import FeatureCache, PrefixCache
-from fedpriv.learning.training._losses import Predictions
+from fedpriv.learning.training._passes import Predictions
 from fedpriv.learning.training.evaluation import Evaluation, confusion_matrix
+from fedpriv.learning.training.independence import TESTING, Tell, silent
 from fedpriv.learning.training.own_models import OwnModel
-from fedpriv.learning.training.progress import TESTING, Tell, silent
 from fedpriv.learning.training.workbench import Workbench
 
 TENSORS = "model.safetensors"
@@ -46,7 +46,6 @@ class OwnFederation:
     Attributes:
         model: tried.
         initial: its trained tensors as they were built.
-        name: of the model in configurations.
         clients: {name of a holder: its records}, by partition id.
         test: the server's test set; None without one.
     """
@@ -66,7 +65,6 @@ class OwnFederation:
                 public, since the model is.
             data: the records of each holder, a sequence or {name: records}, as `tensor_records` takes them.
             test_data: the server's own, likewise; None for none.
-            seed: of the run.
 
         Raises:
             InputError: the model cannot be trained, or records do not fit it; one line says which.
@@ -294,10 +292,6 @@ class _CrossEntropies(TorchFunctionMode):
 
 class OwnWorkbench(Workbench):
     """Model and records of a run of an own model. It has no tokens: what needs some is refused by the configuration.
-
-    Args:
-        config: of the run.
-        federation: the model and the records.
 
     Raises:
         InputError: a holder has too few records, or nothing says how right the model is on the records that it is to be

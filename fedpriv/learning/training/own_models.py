@@ -21,11 +21,9 @@ from fedpriv.errors import InputError, first_line
 from fedpriv.learning.adapters import Adapter
 from fedpriv.learning.data.tensors import Batch, form_of, num_records, rows_of
 from fedpriv.learning.training._coordinates import VectorLayout
-from fedpriv.learning.training._isolation import isolated
-from fedpriv.learning.training._sampling import PoissonSampler
-from fedpriv.learning.training.independence import LOSSES, Change, culprit, dependence
+from fedpriv.learning.training.independence import LOSSES, Change, culprit, dependence, isolated
 from fedpriv.learning.training.per_sample import per_sample_gradients, trainable_layers
-from fedpriv.learning.training.summing import noised_sum
+from fedpriv.learning.training.private_sums import PoissonSampler, noised_sum
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource
 
@@ -73,8 +71,6 @@ class OwnModel:
         layers: those that are trained, by name.
         parameters: {name in the module: trained parameter}.
         layout: of their values in a row.
-        device: of the module.
-        rows: as given.
         public: the public records, on the device.
 
     Raises:
@@ -243,9 +239,7 @@ class OwnModel:
     def _refuse_missed_gradients(self, batch: Batch, found: Tensor) -> None:
         """Refuse a trained parameter that the module also uses outside of the layer's own pass, as tied weights are.
 
-        Args:
-            batch: of records.
-            found: [values], the sum of their gradients.
+        The sum of the batch's gradients, [values], was found layer by layer.
         """
         with torch.enable_grad():
             total = self.losses_of(batch).sum()
@@ -344,8 +338,7 @@ def _refusing_failures() -> Iterator[None]:
 def _left_as_it_is(module: nn.Module) -> Iterator[None]:
     """Within this context trained parameters are moved, so that no gradient vanishes; then all is as it was before.
 
-    Raises:
-        InputError: a pass changed a buffer, in which records would be kept.
+    A module whose pass changes a buffer, in which records would be kept, is refused.
     """
     generator = torch.Generator().manual_seed(0)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

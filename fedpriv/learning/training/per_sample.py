@@ -4,6 +4,10 @@ Every trainable leaf `nn.Linear` is hooked: its input x and the gradient g of it
 as the sum over tokens of g x^T. For an `nn.Embedding` x is the token's row of the identity, so g is added to the row
 that the token names. Autograd computes gradients of outputs only, so the frozen base costs as much as in plain LoRA
 training, and no weight gradient of the whole batch is ever formed.
+
+Layers may be computed again in the backward pass, so that a pass keeps the input of each layer alone. Unlike
+transformers' gradient checkpointing this needs no train mode, and gradients within a layer can be collected while that
+layer alone is in memory.
 """
 
 from __future__ import annotations
@@ -11,15 +15,95 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import Cache
 
 from fedpriv.learning.adapters import INNER_SUFFIX
-from fedpriv.learning.training._recomputation import Run, recomputing
+
+Run = Callable[[Tensor], Tensor]
+"""A layer's hidden states after it, from those before it."""
+
+Backward = Callable[[Run, Tensor, Tensor], Tensor | None]
+"""Runs a layer with gradients enabled, on its input, and returns the gradient of this input from that of the output;
+None if the input needs none."""
 
 PerSample = dict[str, Tensor]
+
+_Activations = dict[str, tuple[Tensor, Tensor]]
+"""{module name: (input, output)} of one forward pass, or of one layer that is run again."""
+
+
+class _Recomputed(torch.autograd.Function):
+    """A layer that keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, _anchor: Tensor, run: Run, backward: Backward) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.run, ctx.run_backward = run, backward
+        return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (hidden,) = ctx.saved_tensors
+        with torch.enable_grad():
+            # Its own leaf: what is computed now belongs to this layer alone.
+            again = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
+            return ctx.run_backward(ctx.run, again, gradients[0]), None, None, None
+
+
+@contextmanager
+def recomputing(blocks: Sequence[nn.Module], anchor: Tensor, backward: Backward) -> Iterator[None]:
+    """Within this context the blocks run without gradients, and once more in the backward pass.
+
+    Args:
+        blocks: layers that take hidden states, [rows, tokens, width], as their first argument and return them alone or
+            first in a tuple; each is called at most once.
+        anchor: a tensor that requires a gradient; that of the losses with respect to it leads through all blocks.
+        backward: called once for each block, the last one first.
+
+    Raises:
+        ValueError: a block is given something else that needs a gradient, which would get lost.
+    """
+    for block in blocks:
+        vars(block)["forward"] = _forward_of(block, block.forward, anchor, backward)  # taken back below
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del vars(block)["forward"]
+
+
+def _forward_of(
+    block: nn.Module, original: Callable[..., Any], anchor: Tensor, backward: Backward
+) -> Callable[..., Any]:
+    def forward(hidden: Tensor, *args: Any, **options: Any) -> Any:
+        # A cache of keys and values would get them twice.
+        args, options = tree_map(_without_cache, (args, options), is_leaf=lambda x: isinstance(x, Cache))
+        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, options))):
+            kind = type(block).__name__
+            raise ValueError(f"activation_checkpointing = true: a {kind} takes trained inputs with its hidden states")
+        others: list[tuple[Any, ...]] = []
+
+        def run(x: Tensor) -> Tensor:
+            output = original(x, *args, **options)
+            if not isinstance(output, tuple):
+                return output  # type: ignore[no-any-return]
+            others[:] = [output[1:]]
+            return output[0]  # type: ignore[no-any-return]
+
+        first = _Recomputed.apply(hidden, anchor, run, backward)  # type: ignore[no-untyped-call]
+        return (first, *others[0]) if others else first
+
+    return forward
+
+
+def _without_cache(value: Any) -> Any:
+    return None if isinstance(value, Cache) else value
 
 
 @dataclass(frozen=True)
@@ -27,7 +111,6 @@ class TrainableLayer:
     """A trainable leaf layer and the names of its parameters.
 
     Attributes:
-        module: the layer.
         weight: name of the weight; None if it is frozen.
         bias: name of the bias; None if there is none or it is frozen.
     """
@@ -126,10 +209,6 @@ class Stack:
 
     parameters: Mapping[str, Tensor]
     owners: Tensor
-
-
-_Activations = dict[str, tuple[Tensor, Tensor]]
-"""{module name: (input, output)} of one forward pass, or of one layer that is run again."""
 
 
 @contextmanager
@@ -266,13 +345,7 @@ def per_sample_gradients(
 
 @dataclass
 class _Collected:
-    """Per-sample gradients as the backward pass comes to them.
-
-    Attributes:
-        layers: whose gradients are wanted.
-        num: rows of the pass.
-        gradients: {parameter name: [rows, *parameter shape]}.
-    """
+    """Per-sample gradients as the backward pass comes to them: {parameter name: [rows, *parameter shape]}."""
 
     layers: Mapping[str, TrainableLayer]
     num: int = 0

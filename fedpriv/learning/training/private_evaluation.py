@@ -16,10 +16,9 @@ from fedpriv.errors import is_memory_failure
 from fedpriv.learning.adapters import Adapter, Merged, lora
 from fedpriv.learning.data.records import Records, RecordSet, num_tokens, usable
 from fedpriv.learning.training import local_update
-from fedpriv.learning.training._isolation import finite, raising_failures, refusing
+from fedpriv.learning.training.independence import finite, raising_failures, refusing, shared, side_by_side
 from fedpriv.learning.training.local_update import ClientUpdate, TrainedModel, UpdateSpec, UpdateTask, noise_request
 from fedpriv.learning.training.model import TrainingModel
-from fedpriv.learning.training.workers import shared, side_by_side
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from fedpriv.privacy.mechanisms.sources import RandomSource
@@ -128,8 +127,6 @@ def count(
     computed in a pass of its own, and if that fails, its pair is zero.
 
     Args:
-        model: takes on the adapter.
-        adapter: that is evaluated.
         merged: what aggregation has added to the frozen weights.
         records: of the holder, set aside for evaluation.
         units: the records of each unit, by their indices; None takes each record by itself.
@@ -158,10 +155,6 @@ def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Re
 
     Returns the seconds that the longest of them takes.
 
-    Args:
-        model, adapter, merged: as for `count`.
-        records: synthetic ones, of which one of each length is evaluated.
-
     Raises:
         InputError: an evaluation fails, or a loss is not finite; names the type of the model.
     """
@@ -182,7 +175,6 @@ def noised(counts: Tensor, spec: UpdateSpec, source: RandomSource) -> tuple[Tens
     Args:
         counts: float64 [2], from `count`.
         spec: of `UpdateSpec.counts`.
-        source: of the noise.
     """
     request = noise_request(spec, [spec.sampling_probability], len(counts), num_parts=1)
     sums, (event,) = MECHANISMS.named(spec.mechanism).add_noise(counts.unsqueeze(0), request, [source])

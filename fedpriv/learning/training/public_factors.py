@@ -66,10 +66,7 @@ def readout_factors(
 
     Args:
         model: a causal peft model whose LoRA layers do nothing yet, in float32.
-        tokenizer: of the model.
-        chat: how prompts are put.
         answers: at least two texts.
-        max_length: tokens of a record.
 
     Raises:
         InputError: nothing tells two answers apart at this length, or a layer has no part in the answer.
@@ -110,8 +107,6 @@ def leading_directions(model: Any, tokenizer: Any, *, max_length: int) -> dict[s
 
     Args:
         model: a peft model whose LoRA layers do nothing yet, in float32.
-        tokenizer: of the model.
-        max_length: tokens of a record.
 
     Raises:
         InputError: a layer reads fewer directions than A has rows, or nothing but zeros.
@@ -141,13 +136,7 @@ def leading_directions(model: Any, tokenizer: Any, *, max_length: int) -> dict[s
 
 
 def _leading(name: str, rank: int, inputs: Tensor) -> Tensor:
-    """A of a layer; see `leading_directions`.
-
-    Args:
-        name: of the layer, for errors.
-        rank: of A.
-        inputs: [places, in].
-    """
+    """A of a layer with inputs [places, in]; see `leading_directions`."""
     states = inputs.double()
     variance = float((states**2).mean())
     if rank > min(states.shape):
@@ -164,11 +153,8 @@ def _leading(name: str, rank: int, inputs: Tensor) -> Tensor:
 def _principal(states: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The leading eigenvalues of the mean of x x^T, [rank], and its eigenvectors, orthonormal rows [rank, in].
 
-    Those of the smaller of both matrices of products: several times as fast as a decomposition of the states.
-
-    Args:
-        states: [places, in], of which the smaller number is at least `rank`.
-        rank: how many.
+    Those of the smaller of both matrices of products of the states [places, in]: several times as fast as a
+    decomposition of these.
     """
     is_wide = states.shape[0] < states.shape[1]
     values, vectors = torch.linalg.eigh(states @ states.T if is_wide else states.T @ states)
@@ -177,11 +163,11 @@ def _principal(states: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _factors(name: str, scaling: float, inputs: Tensor, slopes: Sequence[Tensor], length: float) -> Factors:
-    """(B, A) of a layer.
+    """(B, A) of a layer that multiplies B R A by its scaling.
 
     Args:
         name: of the layer, for errors.
-        scaling: by which the layer multiplies B R A.
+        scaling: > 0.
         inputs: [places, in].
         slopes: J of single prompts, [tokens, out] each.
         length: the median of |A x|.
@@ -233,11 +219,7 @@ def _hooked(layers: Mapping[str, Any], hook: Callable[..., Tensor | None]) -> It
 
 
 def _public_records(tokenizer: Any, chat: ChatFormat, answers: Sequence[str], max_length: int) -> list[dict[str, Any]]:
-    """Prompts of random tokens with the answers in turn, as `ChatFormat.encode` gives them; the same on every machine.
-
-    Raises:
-        InputError: an answer cannot be put in the chat at this length.
-    """
+    """Prompts of random tokens with the answers in turn, as `ChatFormat.encode` gives them, the same everywhere."""
     generator = np.random.default_rng(0)
     ordinary = _ordinary_tokens(tokenizer)
     number = max(_NUM_PROMPTS, len(answers))

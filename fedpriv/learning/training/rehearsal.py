@@ -3,6 +3,8 @@
 Once records are touched, every failure counts as a zero gradient, so a model, request or memory limit that cannot work
 at all would otherwise show as an upload of noise alone. How long such steps take bounds how long any records may take.
 It takes a record of every padded length, so that no record is the first for which a library chooses a kernel.
+
+The memory of a pass is counted on tensors without values, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import math
 import pickle
 import random
 import time
-from collections.abc import Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -21,15 +24,20 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Records
-from fedpriv.learning.training._isolation import raising_failures, refusing
-from fedpriv.learning.training._passes import lengths_up_to
-from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training._caches import input_of
+from fedpriv.learning.training._passes import lengths_up_to, sliced_predictions
+from fedpriv.learning.training.independence import raising_failures, refusing
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.per_sample import Stack, per_sample_gradients
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.stacked import caching_pays_off, local_update
 from fedpriv.privacy.mechanisms.sources import SeededSource
 
@@ -42,10 +50,14 @@ _MOST_STEPS = 2
 # So many requests a model remembers, the latest, whatever a coordinator sends.
 _MOST_REMEMBERED = 256
 
-
 # Records of each worker, and how often the head alone takes each, when the pace is measured.
 _RECORDS_OF_A_WORKER = 2
 _TIMES_FOR_A_HEAD = 64
+
+# Oldest first: the pace of what was rehearsed.
+_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace]] = WeakKeyDictionary()
+# How often a pace was measured.
+_num_measured: WeakKeyDictionary[TrainingModel, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +85,6 @@ class Pace:
         """Seconds that an update takes at most, whatever the lengths of its records.
 
         Args:
-            num_steps: of the update.
             num_drawn: records, or persons, of all steps together.
             num_new: records whose states the caches have to take first.
             records_each: the most of a person, which one worker takes; 1 where the unit is the record.
@@ -82,18 +93,8 @@ class Pace:
         return num_steps * self.step + drawn + math.ceil(num_new / self.num_workers) * self.new_record
 
 
-# Oldest first: the pace of what was rehearsed.
-_rehearsed: WeakKeyDictionary[TrainingModel, dict[Hashable, Pace]] = WeakKeyDictionary()
-# How often a pace was measured.
-_num_measured: WeakKeyDictionary[TrainingModel, int] = WeakKeyDictionary()
-
-
 class _Everyone(PoissonSampler):
-    """Draws every record.
-
-    Attributes:
-        times: how often.
-    """
+    """Draws every record, so many times."""
 
     times = 1
 
@@ -123,8 +124,6 @@ def rehearse(
     use of the caches.
 
     Args:
-        model: as for the update.
-        adapter, merged, spec: of the update.
         num_registered: N_k, the registered number of records, or persons.
         max_length: tokens of the longest record.
         num_labels: number of classes; 0 for causal models.
@@ -297,13 +296,7 @@ def random_records(
     features: Sequence[str] = ("input_ids",),
     seed: int = 0,
 ) -> Records:
-    """Records of these numbers of random tokens, with random labels.
-
-    Args:
-        model, num_labels, features: as for `rehearse`.
-        lengths: >= 1.
-        seed: of tokens and labels.
-    """
+    """Records of these numbers of random tokens, >= 1, with random labels; other arguments as for `rehearse`."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.peft_model.config.vocab_size
     columns = {name: tuple(torch.zeros(length, dtype=torch.int64) for length in lengths) for name in features}
@@ -342,3 +335,97 @@ def _tasks(
         )
         for num_registered in (few, 2 * few * spec.num_rounds * spec.local_steps)
     ]
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made within this context, for as long as they stand; `peak` is the most.
+
+    Tensors that stood before are not counted, and what an operation takes for itself while it runs is not seen.
+    """
+
+    def __init__(self, before: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self._now = 0
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in before}
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operation's result, counted."""
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return output
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self._now -= self._sizes.pop(key, 0)
+
+
+def peak_of_pass(model: Any, *, rows: int, tokens: int, activation_checkpointing: bool = False) -> int:
+    """Bytes of all tensors at once in a pass for per-sample gradients, without the model's own: the gradients are in.
+
+    Args:
+        model: a causal peft model in eval mode, on torch's meta device; its parameters' formats count.
+        rows: records of the pass, >= 1.
+        tokens: of each record, >= 2.
+    """
+    live: _LiveBytes
+    with _tensors_without_values(model):
+        training = TrainingModel(
+            model, memory_limit=2**62, prefix_cache=False, activation_checkpointing=activation_checkpointing
+        )
+        ids = (torch.ones(tokens, dtype=torch.int64),) * rows
+        records = Records({"input_ids": ids}, torch.zeros(0, dtype=torch.int64), 0)
+        # As in a run: each record has its own client's parameters.
+        own = {name: p.detach().unsqueeze(0) for name, p in model.named_parameters() if p.requires_grad}
+        stack = Stack(parameters=own, owners=torch.zeros(rows, dtype=torch.int64))
+        with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            per_sample_gradients(
+                training.layers, lambda: _losses_of_a_pass(training, records), stack, recomputed=training.recomputed
+            )
+    return live.peak
+
+
+def _losses_of_a_pass(training: TrainingModel, records: Records) -> Tensor:
+    """Losses of `TrainingModel.predictions` with a target at every place: values alone would tell where they are."""
+    if training.output_layer is None:
+        return training.predictions(records.items(), cached=False).losses
+    with input_of(training.output_layer) as captured:
+        training.logits(records.items(), cached=False)
+    rows, tokens = captured[0].shape[:2]
+    targets = torch.zeros(rows, tokens - 1, dtype=torch.int64)
+    places = [torch.arange(tokens - 1)] * rows
+    return sliced_predictions(captured[0], training.output_layer, targets, places).losses
+
+
+@contextmanager
+def _tensors_without_values(model: Any) -> Iterator[None]:
+    """Within this context all tensors, the model's own too, stand for tensors on a CPU and have no memory."""
+    meta = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    stand_ins: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    with FakeTensorMode():
+        for module, parameters, buffers in meta:
+            for name, p in parameters.items():
+                if p is not None:
+                    empty = torch.empty(p.shape, dtype=p.dtype)
+                    stand_ins.setdefault(id(p), nn.Parameter(empty, requires_grad=p.requires_grad))
+                    module._parameters[name] = stand_ins[id(p)]
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        try:
+            yield
+        finally:
+            for module, parameters, buffers in meta:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)

@@ -24,10 +24,8 @@ from fedpriv.learning.data.records import Records, RecordSet, usable
 from fedpriv.learning.training._caches import Body, FeatureCache
 from fedpriv.learning.training._coordinates import Coordinates, VectorLayout, scaled, trained_weights
 from fedpriv.learning.training._head import ROWS_OF_A_PRODUCT, ClippedSums, Heads
-from fedpriv.learning.training._isolation import finite, isolated
 from fedpriv.learning.training._passes import to_device
-from fedpriv.learning.training._sampling import PoissonSampler
-from fedpriv.learning.training.clipping import add_clipped, add_finite, add_in_turn, clipped_rows, clipped_sums
+from fedpriv.learning.training.independence import TRAINING, finite, isolated, shared, side_by_side
 from fedpriv.learning.training.local_update import (
     COUNTS,
     OBJECTIVES,
@@ -39,8 +37,14 @@ from fedpriv.learning.training.local_update import (
 )
 from fedpriv.learning.training.per_sample import Stack, per_sample_gradients
 from fedpriv.learning.training.private_evaluation import counted
-from fedpriv.learning.training.progress import TRAINING
-from fedpriv.learning.training.workers import shared, side_by_side
+from fedpriv.learning.training.private_sums import (
+    PoissonSampler,
+    add_clipped,
+    add_finite,
+    add_in_turn,
+    clipped_rows,
+    clipped_sums,
+)
 from fedpriv.privacy.accounting.events import Event, group
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 

@@ -30,10 +30,8 @@ from fedpriv.learning.adapters import (
     save,
 )
 from fedpriv.learning.data import DataSource, FederatedData, TextData, federated
-from fedpriv.learning.data.accounts import accounts
 from fedpriv.learning.data.chat import ChatFormat
-from fedpriv.learning.data.digests import DataDigests, digests_of_files
-from fedpriv.learning.data.persons import at_most
+from fedpriv.learning.data.identity import DataDigests, accounts, digests_of_files
 from fedpriv.learning.data.records import (
     Encode,
     Encoder,
@@ -44,21 +42,29 @@ from fedpriv.learning.data.records import (
     tokenize,
     usable,
 )
+from fedpriv.learning.data.text import at_most
 from fedpriv.learning.training._admission import admit, check_learns, check_weights, in_format, public_record
-from fedpriv.learning.training._isolation import refusing
 from fedpriv.learning.training._passes import RECORDS_OF_A_STEP
 from fedpriv.learning.training.evaluation import Choices, Evaluation, evaluate
+from fedpriv.learning.training.independence import num_cores, refusing
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.rehearsal import random_records
 from fedpriv.learning.training.stacked import local_update
-from fedpriv.learning.training.workers import num_cores
 from fedpriv.privacy.mechanisms.sources import SeededSource
 
 log = logging.getLogger(__name__)
 
 # The tokens of so many clients stay, or of those asked in four rounds; of more, the first go, which are seldom asked.
 _LEAST_KEPT = 1000
+
+# The last workbench, by what it depends on; with `base_dtype = auto` also by what that came to.
+_last: dict[Hashable, Workbench] = {}
+# The one that was last asked for.
+_asked: dict[tuple[int, int], tuple[Workbench, RunConfig, DataSource | None]] = {}
+_own: dict[str, Callable[[RunConfig], Workbench]] = {}
+
+_NUM_LABELS = 8
 
 
 def load_model(
@@ -67,8 +73,6 @@ def load_model(
     """The frozen base with its tokenizer, and the same base with an adapter, on the configured device.
 
     Args:
-        config: of the run.
-        labels: the classes in order; none of causal models.
         alone, num_workers: as for `TrainingModel`.
 
     Raises:
@@ -174,12 +178,10 @@ class Workbench:
     precedes a charge, must not depend on them.
 
     Args:
-        config: of the run.
         source: where this node's own records are, if the run's data are on its nodes.
 
     Attributes:
         label_names: the classes, in the order of their indices; empty for causal models.
-        config: of the run.
         base: the frozen base with its tokenizer.
         model: the base with an adapter; every user sets the adapter first.
         initial: the trained tensors that a run starts from, drawn from the configuration's seed.
@@ -261,12 +263,7 @@ class Workbench:
         return encoder_of(self.config)
 
     def client(self, client: int, encode: Encode | None = None) -> Records:
-        """The tokenised records that the client trains on, by its index in `data.clients`.
-
-        Args:
-            client: its index.
-            encode: gives what `encoder` would.
-        """
+        """The tokenised records that the client trains on, by its index in `data.clients`."""
         if client not in self._clients:
             found = self.tokenize(self._split(client)[0], encode)
             self._warn(client, found)
@@ -400,12 +397,7 @@ def _made(config: RunConfig, source: DataSource | None) -> Workbench:
 
 @contextmanager
 def providing(model: str, make: Callable[[RunConfig], Workbench]) -> Iterator[None]:
-    """Within this context the runs of this process find a program's own model, and its records, by the model's name.
-
-    Args:
-        model: as a configuration names it.
-        make: the workbench of a configuration.
-    """
+    """Within this context the runs of this process find a program's own model, and its records, by the model's name."""
     _own[model] = make
     try:
         yield
@@ -425,15 +417,6 @@ def forget() -> None:
     """Free the last workbench; the next one reads data and model again."""
     _last.clear()
     _asked.clear()
-
-
-# The last workbench, by what it depends on; with `base_dtype = auto` also by what that came to.
-_last: dict[Hashable, Workbench] = {}
-# The one that was last asked for.
-_asked: dict[tuple[int, int], tuple[Workbench, RunConfig, DataSource | None]] = {}
-_own: dict[str, Callable[[RunConfig], Workbench]] = {}
-
-_NUM_LABELS = 8
 
 
 def records_per_second(at_least_seconds: float = 2.0) -> float:

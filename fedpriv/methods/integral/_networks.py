@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from fedpriv.errors import InputError
 from fedpriv.learning.training import PoissonSampler
-from fedpriv.learning.training.clipping import add_clipped, clipped_sums
-from fedpriv.learning.training.summing import noised_sum
+from fedpriv.learning.training.private_sums import add_clipped, clipped_sums, noised_sum
 from fedpriv.methods.integral._selection import Indices
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import RandomSource

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import INNER_SUFFIX, as_tensor
 from fedpriv.learning.data.records import usable
+from fedpriv.learning.training.answers import answers_to, first_questions
 from fedpriv.learning.training.evaluation import passes_by_length, text_of
-from fedpriv.learning.training.questions import answers_to, first_questions
 from fedpriv.learning.training.workbench import Workbench, workbench
 from fedpriv.models.dedup import saliency
 from fedpriv.models.dedup.saliency import Saliency

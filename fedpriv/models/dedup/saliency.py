@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
-from fedpriv.learning.training.summing import noised_sum
+from fedpriv.learning.training.private_sums import noised_sum
 from fedpriv.models.variants.blocks import BlockLayout
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import RandomSource

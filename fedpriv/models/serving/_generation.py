@@ -1,7 +1,7 @@
 """Continuous batching: answers of many requests grow by a token each in shared passes, and join and leave at any pass.
 
 Keys and values of rows of different lengths come and go, and every row ends at the same place: rows are padded on the
-left, as `fedpriv.learning.training._decoding` reads prompts. A step writes all rows' new states at one place behind
+left, as `fedpriv.learning.training.answers` reads prompts. A step writes all rows' new states at one place behind
 the last, so nothing is copied until a row joins or leaves, or the room is used up.
 
 Source: Yu et al. 2022 (Orca), section 3.1.

@@ -22,7 +22,7 @@ def path_of(ledger: Path, account: str) -> Path:
 
     Args:
         ledger: of the server.
-        account: whose it is; see `fedpriv.learning.data.accounts`.
+        account: whose it is; see `fedpriv.learning.data.identity`.
     """
     return _folder(ledger) / f"{hashlib.sha256(account.encode()).hexdigest()[:_DIGITS]}.sqlite"
 

@@ -30,8 +30,7 @@ from fedpriv.learning.training.noise_plan import (
 )
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.learning.training.private_evaluation import planned_event as planned_evaluation
-from fedpriv.learning.training.schedule import PhaseRounds, RunSchedule
-from fedpriv.learning.training.summing import client_masses, record_weights
+from fedpriv.learning.training.rounds import PhaseRounds, RunSchedule, client_masses, record_weights
 from fedpriv.privacy.accounting import recipe
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import Event

@@ -21,8 +21,8 @@ from scipy import special
 from torch import Tensor
 
 from fedpriv.learning.training import PoissonSampler, stacked
-from fedpriv.learning.training.clipping import Parts, add_clipped, clip_unit, clipped_rows
 from fedpriv.learning.training.local_update import planned_event
+from fedpriv.learning.training.private_sums import Parts, add_clipped, clip_unit, clipped_rows
 from fedpriv.methods.audit import f_dp, inclusions, ladder, num_correct, one_run_audit, one_run_epsilon
 from fedpriv.privacy.accounting import trade_off
 from fedpriv.privacy.accounting.accountants import epsilon_of

@@ -17,7 +17,7 @@ from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import ADVERTISE, CHECK, CONFIRM, REVEAL, SHARE, TRAIN, Request, Response
 from fedpriv.learning.training.local_update import UpdateSpec
-from fedpriv.learning.training.summing import grid_of
+from fedpriv.learning.training.rounds import grid_of
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.entries import Entry

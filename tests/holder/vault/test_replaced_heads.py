@@ -15,7 +15,7 @@ from fedpriv.learning.adapters import lora
 from fedpriv.learning.aggregation._head_start import head_of
 from fedpriv.learning.training import workbench
 from fedpriv.learning.training.noise_plan import calibrated, with_learning_rates
-from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.privacy.ledger.reader import reading
 from tests import architectures
 from tests.architectures import random_model

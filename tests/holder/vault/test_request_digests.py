@@ -14,7 +14,7 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import EVALUATE, TRAIN, Request
 from fedpriv.learning.training import workbench
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
-from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.privacy.ledger.reader import reading
 from tests.tiny import LABELS
 from tests.vaults import make_vault, write_records

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 import fedpriv.learning.adapters
 from fedpriv.learning.adapters import LoraSettings, attach, pooling, save
-from fedpriv.learning.training._losses import predictions
+from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import per_sample_gradients
 from tests import architectures

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, leading_block, load_base, read, save, write
-from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX
-from fedpriv.learning.adapters._inner import _singular_factors, as_ordinary
+from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX, as_ordinary
+from fedpriv.learning.adapters.lora import _singular_factors
 from tests.tiny import BATCH, move, tiny_causal
 
 

@@ -11,8 +11,7 @@ import torch
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.learning.aggregation._fedavg import GlobalModel
-from fedpriv.learning.aggregation.rules import RULES
-from fedpriv.learning.aggregation.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, server_step
+from fedpriv.learning.aggregation.rules import RULES, SERVER_OPTIMIZERS, ServerOptimizer, server_step
 from server.strategy import server_optimizer
 
 ROUNDS = 6

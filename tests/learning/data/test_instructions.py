@@ -9,10 +9,10 @@ import pytest
 
 from fedpriv.config import ON_NODES, parse
 from fedpriv.errors import InputError
-from fedpriv.learning.data._own import read_strictly
-from fedpriv.learning.data._text import DataSource, TextData, from_messages, response_of, turns_of
+from fedpriv.learning.data._tables import read_strictly
 from fedpriv.learning.data.federated import answered, load, load_own
 from fedpriv.learning.data.records import PlainText, Records, tokenize
+from fedpriv.learning.data.text import DataSource, TextData, from_messages, response_of, turns_of
 from tests.chats import chat_tokenizer
 from tests.learning.data.test_federated import federation, write
 

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from fedpriv.config import ON_NODES, parse
 from fedpriv.errors import InputError
-from fedpriv.learning.data._own import read_strictly
-from fedpriv.learning.data._tables import write_lines
-from fedpriv.learning.data._text import DataSource, TextData
+from fedpriv.learning.data._tables import read_strictly, write_lines
 from fedpriv.learning.data.federated import load_own
+from fedpriv.learning.data.text import DataSource, TextData
 
 LABELS = ("0", "1")
 RECORDS = [("a cough", "0"), ('fever, and\ta "cold"', "1"), ("", "0"), ("naïve  text ", "1"), ("7", "0")]

@@ -11,10 +11,9 @@ import pytest
 from fedpriv.config import ON_NODES, RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.learning.data import DataSource, load
-from fedpriv.learning.data._text import TextData
 from fedpriv.learning.data.federated import held_out, load_own
 from fedpriv.learning.data.hospital import generate
-from fedpriv.learning.data.persons import at_most, by_person
+from fedpriv.learning.data.text import TextData, at_most, by_person
 from tests.tiny import LABELS, WORDS
 
 HEADER = ("text", "label", "site", "patient")

@@ -15,10 +15,9 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.learning.data import _tables
-from fedpriv.learning.data._own import read_strictly
-from fedpriv.learning.data._tables import read_table, to_text, write_lines
-from fedpriv.learning.data._text import DataSource
+from fedpriv.learning.data._tables import read_strictly, read_table, to_text, write_lines
 from fedpriv.learning.data.federated import load
+from fedpriv.learning.data.text import DataSource
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -9,9 +9,10 @@ from scipy import stats
 
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import read
+from fedpriv.learning.training import canaries
 from fedpriv.learning.training.canaries import CanaryPlan, audited_client
 from fedpriv.learning.training.model import TrainingModel
-from fedpriv.methods.audit import canaries, one_run_audit, scores_of
+from fedpriv.methods.audit import one_run_audit, scores_of
 from fedpriv.methods.audit.black_box import record_losses
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.studies.audit import harness

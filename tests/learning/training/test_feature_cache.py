@@ -12,7 +12,7 @@ from fedpriv.learning.adapters import LoraSettings, attach, lora, read
 from fedpriv.learning.adapters._arithmetic import Product, factors_of
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training import stacked
-from fedpriv.learning.training._losses import predictions
+from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.rehearsal import rehearse

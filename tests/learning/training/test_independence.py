@@ -11,20 +11,18 @@ import pytest
 import torch
 from transformers import CanineConfig, CanineModel
 
-from fedpriv.config import RunConfig
-from fedpriv.config.rules import Trains
+from fedpriv.config import RunConfig, Trains
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach
 from fedpriv.learning.adapters._base_formats import to_bfloat16
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training import stacked
 from fedpriv.learning.training._admission import REFUSED, admit
-from fedpriv.learning.training._isolation import raising_failures
 from fedpriv.learning.training._passes import batches, lengths_up_to, padded
-from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training.independence import raising_failures, shared, side_by_side
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.workbench import load_model
-from fedpriv.learning.training.workers import shared, side_by_side
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base, save
 from tests.learning.training.test_local_update import make_task

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fedpriv.errors import InputError
-from fedpriv.learning.data._text import TextData
 from fedpriv.learning.data.records import Records, check_max_length, collate, tokenize
-from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.data.text import TextData
 from fedpriv.learning.training.local_update import ClientUpdate
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.stacked import execute_stacked, local_update
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.learning.training.test_local_update import make_task

@@ -9,10 +9,10 @@ import torch
 
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import read
-from fedpriv.learning.training._losses import predictions
-from fedpriv.learning.training._sampling import PoissonSampler
+from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.stacked import execute_one_by_one, local_update
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource

@@ -8,7 +8,7 @@ import torch
 from fedpriv.config import RunConfig, parse
 from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.learning.training.noise_plan import calibrated, decided, with_learning_rates
-from fedpriv.learning.training.schedule import RunSchedule
+from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.privacy.accounting.recipe import LORA_PAYS
 
 LORA = {"layer.lora_A.weight": torch.zeros(4, 768), "layer.lora_B.weight": torch.zeros(768, 4)}

@@ -14,14 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedpriv.learning.adapters import LoraSettings, attach, load_base, read
-from fedpriv.learning.data.persons import some_of
 from fedpriv.learning.data.records import Records
+from fedpriv.learning.data.text import some_of
 from fedpriv.learning.training import stacked
-from fedpriv.learning.training._sampling import PoissonSampler
-from fedpriv.learning.training.clipping import add_in_turn, clipped_rows
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.private_evaluation import count
+from fedpriv.learning.training.private_sums import PoissonSampler, add_in_turn, clipped_rows
 from fedpriv.learning.training.stacked import execute_stacked, local_update
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.sensitivity import clipping_parts, sensitivity_factor

@@ -15,7 +15,7 @@ import torch
 
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training._caches import find_prefix
-from fedpriv.learning.training._losses import predictions
+from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import per_sample_gradients

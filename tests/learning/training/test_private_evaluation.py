@@ -12,9 +12,9 @@ import torch
 
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, load_base
-from fedpriv.learning.data._text import TextData
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Records, tokenize
+from fedpriv.learning.data.text import TextData
 from fedpriv.learning.training import private_evaluation
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask

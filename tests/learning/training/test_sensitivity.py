@@ -11,9 +11,9 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import lora, read
 from fedpriv.learning.training import stacked as module
-from fedpriv.learning.training._sampling import PoissonSampler
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask, planned_event
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.stacked import local_update
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, UPLOAD_FACTOR, clipping_parts, sensitivity_factor

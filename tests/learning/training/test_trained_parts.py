@@ -13,7 +13,7 @@ from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import INNER_SUFFIX, LoraSettings, attach, leading_block, load_base, pooling, read, write
 from fedpriv.learning.training import stacked
 from fedpriv.learning.training._coordinates import _value_factors
-from fedpriv.learning.training._losses import class_sum_losses
+from fedpriv.learning.training._passes import class_sum_losses
 from fedpriv.learning.training.local_update import (
     OBJECTIVES,
     TRAINED_PARTS,

@@ -14,10 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm as Norm
 
 from fedpriv.learning.adapters import LoraSettings, attach
 from fedpriv.learning.data.records import Records
-from fedpriv.learning.training._isolation import raising_failures
-from fedpriv.learning.training._sampling import PoissonSampler
-from fedpriv.learning.training.clipping import add_clipped
+from fedpriv.learning.training.independence import raising_failures
 from fedpriv.learning.training.model import TrainingModel
+from fedpriv.learning.training.private_sums import PoissonSampler, add_clipped
 from fedpriv.learning.training.stacked import _Clients, _Drawn, _gradient_rows, _plain_gradients, _private_gradients
 from tests.learning.training.test_local_update import make_task
 from tests.tiny import tiny_causal
@@ -105,7 +104,7 @@ def test_rows_that_are_not_finite_count_as_zero_where_nobody_looks_at_them(monke
     owners, parts = torch.tensor([0, 0, 1, 1, 1, 0]), (slice(0, 4), slice(4, 10))
     expected = torch.zeros(2, 10, dtype=torch.int64)
     add_clipped(expected, rows, owners, 0.5, parts)
-    monkeypatch.setattr("fedpriv.learning.training.clipping._is_on_cpu", lambda rows: False)
+    monkeypatch.setattr("fedpriv.learning.training.private_sums._is_on_cpu", lambda rows: False)
     for given in (rows, rows[[0, 1, 3, 5]]):
         found = torch.zeros(2, 10, dtype=torch.int64)
         add_clipped(found, given, owners[[0, 1, 3, 5]] if len(given) == 4 else owners, 0.5, parts)

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach
 from fedpriv.learning.adapters._base_models import freeze
-from fedpriv.learning.training._live_bytes import _LiveBytes, peak_of_pass
 from fedpriv.learning.training._passes import Footprint
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import Stack, per_sample_gradients
+from fedpriv.learning.training.rehearsal import _LiveBytes, peak_of_pass
 from fedpriv.runs.plan import memory
 from fedpriv.runs.plan.memory import MemorySetting, _configuration, largest_batch, memory_plan
 from fedpriv.texts import parse_bytes

@@ -1,4 +1,7 @@
-"""Answers of a causal model to prompts: the most likely next token, one after the other, until the turn ends."""
+"""Answers of a causal model to prompts: the most likely next token, one after the other, until the turn ends.
+
+The questions are those of the server's test set.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedpriv.config import DataSection
 from fedpriv.learning.adapters import Adapter, Merged, lora
-from fedpriv.learning.data.chat import RESPONSE_MASK
-from fedpriv.learning.data.records import Item
-from fedpriv.learning.training._passes import batches
+from fedpriv.learning.data import turns_of
+from fedpriv.learning.data.records import usable
+from fedpriv.learning.training._passes import TOKENS_OF_A_PASS, batches
+from fedpriv.learning.training.evaluation import Tokens, prompt_and_response, text_of
 from fedpriv.learning.training.model import TrainingModel
-
-Tokens = tuple[int, ...]
-"""The ids of a text's tokens."""
-
-TOKENS_OF_A_PASS = 4096
-"""With padding and answers: the states of all layers, or the logits of a vocabulary, are kept for each."""
+from fedpriv.learning.training.workbench import Workbench
 
 
 class _CausalModel(Protocol):
@@ -50,20 +50,6 @@ class Reading:
     logits: Tensor
 
 
-def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
-    """The prompt before a record's last response, and that response with its end of turn; both empty without one."""
-    records, index = item
-    tokens: list[int] = records.features["input_ids"][index].tolist()
-    mask: list[int] = records.features[RESPONSE_MASK][index].tolist()
-    end = len(mask)
-    while end and not mask[end - 1]:
-        end -= 1
-    begin = end
-    while begin and mask[begin - 1]:
-        begin -= 1
-    return (tuple(tokens[:begin]), tuple(tokens[begin:end])) if end else ((), ())
-
-
 @contextmanager
 def with_adapter(model: TrainingModel, adapter: Adapter, merged: Merged) -> Iterator[None]:
     """The model with another adapter and other additions to frozen weights, which it had before afterwards."""
@@ -90,13 +76,7 @@ def read(model: _CausalModel, prompts: Sequence[Tokens]) -> Reading:
 
 
 def _read_on(model: _CausalModel, reading: Reading, tokens: Tensor) -> Reading:
-    """The model after reading further tokens.
-
-    Args:
-        model: as it was for `reading`.
-        reading: whose states the further tokens are added to; no longer of use.
-        tokens: int64 [rows, further].
-    """
+    """The model after reading further tokens, int64 [rows, further]; the earlier reading is of no use any more."""
     mask = torch.cat([reading.attention_mask, torch.ones_like(tokens, device=model.device)], dim=1)
     return _pass(model, tokens, mask, reading.states)
 
@@ -175,3 +155,49 @@ def _greedy(model: _CausalModel, prompts: list[Tokens], max_new_tokens: int, end
         if not all(ended):
             reading = _read_on(model, reading, chosen.unsqueeze(1))
     return [tuple(answer) for answer in answers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """[questions] what is asked, in words and in tokens, and the test set's answers."""
+
+    texts: list[str]
+    prompts: list[Tokens]
+    references: list[Tokens]
+
+
+def first_questions(bench: Workbench, num: int, records: Sequence[int] | None = None) -> Questions:
+    """The first distinct prompts with a response, at most `num`, in the order of the test set or of its records."""
+    found: dict[Tokens, tuple[str, Tokens]] = {}
+    for item in filter(usable, bench.test.items(records)):
+        prompt, response = prompt_and_response(item)
+        if prompt and response and len(found) < num:
+            _, index = item
+            found.setdefault(prompt, (_in_words(bench.config, bench.data.test.texts[index]), response))
+    return Questions(
+        texts=[text for text, _ in found.values()],
+        prompts=list(found),
+        references=[response for _, response in found.values()],
+    )
+
+
+def answers_to(
+    questions: Questions, bench: Workbench, on_answered: Callable[[int], None] = lambda num: None
+) -> list[str]:
+    """The answers of the bench's model with the adapter that it has, of at most `max_new_tokens`.
+
+    `on_answered` is told how many have been answered.
+    """
+    answers = greedy_answers(
+        bench.model,
+        questions.prompts,
+        max_new_tokens=bench.config.max_new_tokens,
+        ends=ends_of_turn(bench.model, bench.base.tokenizer, questions.references),
+        on_answered=on_answered,
+    )
+    return [text_of(bench.base.tokenizer, answer) for answer in answers]
+
+
+def _in_words(config: DataSection, text: str) -> str:
+    """The question of a record: its prompt, or what was said before its response, a line for each turn."""
+    return "\n".join(f"{role}: {said}" for role, said in turns_of(text)) if config.messages_column else text

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fedpriv.learning.adapters import LoraSettings, attach
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Records, collate
-from fedpriv.learning.training._losses import (
+from fedpriv.learning.training._passes import (
     IGNORED,
     _causal_losses,
     next_token_targets,
@@ -68,7 +68,7 @@ def looped(model: TrainingModel, records: Records) -> tuple[list[float], dict[st
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("masked", [True, False], ids=["responses", "bare text"])
 def test_losses_and_gradients_equal_transformers_own_of_single_records(causal, kind, masked, most, monkeypatch):
-    monkeypatch.setattr("fedpriv.learning.training._losses._MOST_TARGETS", most)
+    monkeypatch.setattr("fedpriv.learning.training._passes._MOST_TARGETS", most)
     model = training_model(causal(kind))
     records = random_records(9, classes=0, vocabulary=50, shortest=2, longest=20)
     records = with_responses(records) if masked else records
@@ -112,7 +112,7 @@ def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_slice
     layer.weight.copy_(torch.eye(5))
     targets = torch.arange(num).remainder(5).unsqueeze(0)
     hidden = F.one_hot(targets, 5).float()
-    monkeypatch.setattr("fedpriv.learning.training._losses._MOST_TARGETS", 1)
+    monkeypatch.setattr("fedpriv.learning.training._passes._MOST_TARGETS", 1)
     found = sliced_predictions(hidden, layer, targets, places_of(targets))
     assert found.hits.tolist() == [1.0]
 

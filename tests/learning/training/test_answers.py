@@ -9,8 +9,8 @@ import torch
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import lora
 from fedpriv.learning.adapters._arithmetic import add_products, factors_of
-from fedpriv.learning.training import _decoding as decoding
-from fedpriv.learning.training._decoding import greedy_answers, prompt_and_response, with_adapter
+from fedpriv.learning.training import answers as decoding
+from fedpriv.learning.training.answers import greedy_answers, with_adapter
 from fedpriv.learning.training.evaluation import (
     Choices,
     _answer_tokens,
@@ -19,6 +19,7 @@ from fedpriv.learning.training.evaluation import (
     _with_answer,
     choices_of,
     evaluate,
+    prompt_and_response,
 )
 from fedpriv.learning.training.model import TrainingModel
 from tests.instructions import END, number_tokenizer, random_prompts, records_of

@@ -1,28 +1,32 @@
-"""The memory that a simulation keeps of its data, so that it notices when they change: names, numbers and digests.
+"""The identity of a simulation's data: digests by which a change is noticed, and the accounts that its ledger keeps.
 
-A node with records of its own has no such file: its ledger notes changes for its operator alone.
+A node with records of its own keeps no such digests: its ledger notes changes for its operator alone. An account is of
+a holder by name, or of a part of a data set. A client's number never stands for one: others join and leave, and the
+same number is then another's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedpriv.config import RunConfig
+from fedpriv.config import IN_MEMORY, RunConfig
 from fedpriv.errors import InputError
 from fedpriv.files import sha256_of
-from fedpriv.learning.data._text import FederatedData, TextData
-from fedpriv.learning.data.federated import holdings
+from fedpriv.learning.data.federated import dealing, holdings, is_natural
+from fedpriv.learning.data.text import FederatedData, TextData
 
 if TYPE_CHECKING:
     from fedpriv.learning.data.tensors import TensorRecords
 
 # Differences that an error names.
 _MOST_NAMED = 5
+
+_PARTITION = ", partition "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,6 @@ class DataDigests:
         """Refuse records that are not those of an earlier look by the same configuration.
 
         Args:
-            then: of that look.
             where: begins the error.
 
         Raises:
@@ -110,3 +113,26 @@ def digests_of_files(config: RunConfig) -> dict[str, str]:
 
 def _digest(records: TextData | TensorRecords) -> str:
     return hashlib.sha256(records.content + json.dumps(records.persons).encode()).hexdigest()
+
+
+def accounts(config: RunConfig, names: Sequence[str]) -> tuple[str, ...]:
+    """The account of each client, by partition id.
+
+    A named holder keeps its account whoever else takes part. A client that is only a number has an account for this way
+    of dealing out these data, since in any other it holds other records. The place of a file does not count.
+    """
+    are_numbers = config.data == IN_MEMORY and tuple(names) == tuple(f"client {number}" for number in range(len(names)))
+    if is_natural(config) and not are_numbers:
+        return tuple(names)
+    files = {key: Path(getattr(config, key)).name for key in ("data", "test_data")}
+    dealt = json.dumps([config.has_test_set, dealing(config) | files], sort_keys=True)
+    digest = hashlib.sha256(dealt.encode()).hexdigest()[:12]
+    return tuple(f"{name} of {files['data']}{_PARTITION}{digest}" for name in names)
+
+
+def other_partitions(own: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The known ways, other than that of one's own accounts, in which the same data were dealt out."""
+    # The data set and the partition, which follow the name of the client.
+    ways, all_ = ({account.partition(" of ")[2] for account in each if _PARTITION in account} for each in (own, known))
+    data = {way.rpartition(_PARTITION)[0] for way in ways}
+    return sorted(way for way in all_ - ways if way.rpartition(_PARTITION)[0] in data)

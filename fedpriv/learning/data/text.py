@@ -1,12 +1,17 @@
-"""Texts of a federation's records: one set for each client, and the server's test set; and records of instruction data.
+"""Texts of a federation's records: one set for each client, and the server's test set; and whom records are about.
 
 A record of instruction data is a prompt and the response to it, read from the columns of a table. The response is a
 text. So is the prompt: with `prompt_column` it is as it stands; with `messages_column` it is the JSON of the chat turns
 before the response, which `turns_of` reads.
+
+Whatever is decided about a person depends on a key and on this person's name and records alone, so another person, or
+another person's record, changes nothing of it. Names are compared as they are written: two persons whose names differ
+by case alone are two, and a person in two spellings would be two as well, which `fedpriv data check` tells.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +19,12 @@ from pathlib import Path
 
 from fedpriv.config import Encoding, Separator
 from fedpriv.learning.data._rows import unit_of
+
+Turn = tuple[str, str]
+"""(role, text); a role is one of `ROLES`."""
+
+ROLES = ("system", "user", "assistant")
+"""The roles of turns. A template writes them between its own special tokens, so a record may bring no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +146,6 @@ class FederatedData:
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
 
-Turn = tuple[str, str]
-"""(role, text); a role is one of `ROLES`."""
-
-ROLES = ("system", "user", "assistant")
-"""The roles of turns. A template writes them between its own special tokens, so a record may bring no other."""
-
-
 def from_messages(value: object) -> tuple[str, str]:
     """The turns before the response, as JSON, and the response: the last assistant turn. Later turns are left out.
 
@@ -209,3 +213,39 @@ def _content(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("has a message without text")
     return value
+
+
+def by_person(names: Sequence[str]) -> dict[str, list[int]]:
+    """{person: the places of the person's records, ascending}, in the order of the persons' first records.
+
+    Args:
+        names: [records] of the person that each is about.
+    """
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return places
+
+
+def some_of(name: str, places: Sequence[int], most: int, key: bytes) -> list[int]:
+    """At most so many of a person's records, in their order; every choice of so many is equally likely over the keys.
+
+    Args:
+        most: >= 1.
+        key: secret to all who must not know which records count.
+    """
+    if len(places) <= most:
+        return list(places)
+    drawn = [
+        hmac.digest(key, f"{number} {name}".encode("utf-8", "surrogatepass"), "sha256") for number in range(len(places))
+    ]
+    order = sorted(range(len(places)), key=drawn.__getitem__)
+    return [places[number] for number in sorted(order[:most])]
+
+
+def at_most(data: TextData, most: int, key: bytes) -> TextData:
+    """The data with at most so many records of a person, as `some_of` chooses; the same if records are the unit."""
+    if data.persons is None:
+        return data
+    kept = [place for name, places in by_person(data.persons).items() for place in some_of(name, places, most, key)]
+    return data if len(kept) == len(data) else data.part(sorted(kept))
