@@ -22,7 +22,7 @@ from fedpriv.holder.vault.settings import NodeLimits, VaultSettings
 from fedpriv.holder.wire.frames import TRAIN, Request, Response
 from fedpriv.learning.training.local_update import ClientUpdate
 from fedpriv.learning.training.workbench import workbench
-from fedpriv.privacy.ledger.holders import path_of
+from fedpriv.privacy.ledger.reader import path_of
 
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"

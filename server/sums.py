@@ -29,7 +29,7 @@ from fedpriv.holder.sums.server import (
 from fedpriv.holder.wire import protocol
 from fedpriv.holder.wire.protocol import Registration
 from fedpriv.learning.training.local_update import UpdateSpec
-from fedpriv.privacy.mechanisms.grid import SumGrid
+from fedpriv.privacy.mechanisms.discrete_gaussian import SumGrid
 from server.exchange import Exchange, Vector, reason_of, wire_bytes
 from server.registration import label_of
 from server.round import Round

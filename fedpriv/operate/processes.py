@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.privacy.ledger.users import User
+from fedpriv.files import User
 
 log = logging.getLogger("flwr")  # of the processes that keep another, which are Flower's
 
@@ -164,8 +164,6 @@ def start_child(
 
     Args:
         command: program and arguments.
-        folder: to run it in.
-        variables: its environment.
         user: whose process it is; None stands for the user of this process.
 
     Raises:

@@ -13,8 +13,7 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.learning.training import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.ledger.holders import path_of
-from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.ledger.reader import path_of, reading
 from fedpriv.privacy.ledger.statement import statement
 from simulations.engines import federation
 from tests.notes import Notes

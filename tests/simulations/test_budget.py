@@ -12,8 +12,7 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.ledger.holders import path_of
-from fedpriv.privacy.ledger.reader import reading, verify_with_head
+from fedpriv.privacy.ledger.reader import path_of, reading, verify_with_head
 from simulations.engines import federation
 from tests.notes import Notes
 from tests.tiny import write_table

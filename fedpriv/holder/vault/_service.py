@@ -29,6 +29,7 @@ from types import FrameType
 from typing import NoReturn
 
 from fedpriv.errors import InputError
+from fedpriv.files import user_named
 from fedpriv.holder.vault._closing import Closing
 from fedpriv.holder.vault._ring import Ring, heard_by
 from fedpriv.holder.vault.settings import CLOSED, VaultSettings
@@ -43,7 +44,6 @@ from fedpriv.holder.wire.frames import (
     receive,
     unpack_request,
 )
-from fedpriv.privacy.ledger.users import user_named
 
 log = logging.getLogger(__name__)
 # Takes what is said of an answer after its charge.

@@ -19,7 +19,7 @@ from fedpriv.learning.training.clipping import add_clipped, clipped_sums
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.recipe import client_weight
-from fedpriv.privacy.mechanisms.grid import SumGrid, largest_number_included, sum_grid
+from fedpriv.privacy.mechanisms.discrete_gaussian import SumGrid, largest_number_included, sum_grid
 from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.privacy.mechanisms.sources import RandomSource
 

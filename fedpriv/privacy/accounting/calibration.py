@@ -8,9 +8,9 @@ from functools import cache
 
 from scipy import optimize
 
-from fedpriv.privacy.accounting._gaussian import MAX_NOISE
 from fedpriv.privacy.accounting.accountants import check_delta, epsilon_of
 from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
+from fedpriv.privacy.accounting.gaussian import MAX_NOISE
 from fedpriv.privacy.accounting.law import Accountant
 from fedpriv.privacy.accounting.risk import RiskTarget
 from fedpriv.privacy.accounting.trade_off import gaussian_epsilon

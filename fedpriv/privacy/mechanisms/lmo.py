@@ -14,7 +14,6 @@ from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.events import Event, SubsampledLmo
 from fedpriv.privacy.accounting.law import Array
 from fedpriv.privacy.accounting.lmo_distribution import Columns
-from fedpriv.privacy.accounting.lmo_event import PUBLISHED_CAVEAT
 from fedpriv.privacy.accounting.lmo_parameters import (
     ExponentialPart,
     GammaPart,
@@ -23,6 +22,7 @@ from fedpriv.privacy.accounting.lmo_parameters import (
     Part,
     read_json,
 )
+from fedpriv.privacy.accounting.lmo_renyi import PUBLISHED_CAVEAT
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import RandomSource, laplace_from_words, on_grid, uniform_from_words
 
@@ -134,7 +134,6 @@ def _lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Arr
     """`num` independent values of LMO noise, float64 [num], in units of the clip norm.
 
     Args:
-        parameters: the distribution of u.
         num: number of values, >= 0.
         source: source of the randomness.
     """

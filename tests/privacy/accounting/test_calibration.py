@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from fedpriv.privacy.accounting._gaussian import MAX_NOISE
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.calibration import (
     _smallest,
@@ -17,6 +16,7 @@ from fedpriv.privacy.accounting.calibration import (
     rounds_within,
 )
 from fedpriv.privacy.accounting.events import SubsampledGaussian, SubsampledLmo
+from fedpriv.privacy.accounting.gaussian import MAX_NOISE
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters, UniformPart
 
 DELTA = 1e-5

@@ -16,9 +16,9 @@ from scipy.signal import fftconvolve
 
 from fedpriv.holder.sums import smallest_threshold
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.discrete_gaussian import charged_stddev
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release, smallest_aggregate_scales
+from fedpriv.privacy.mechanisms.discrete_gaussian import charged_stddev
 
 DELTA = 1e-5
 SIGMA = 1500.0  # of the client with scale 1, in steps of the grid

@@ -10,7 +10,8 @@ import pytest
 from scipy.optimize import brentq
 
 from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
-from fedpriv.privacy.accounting.discrete_gaussian import (
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.mechanisms.discrete_gaussian import (
     CHARGED_SHARE,
     MIN_STDDEV,
     charged_stddev,
@@ -18,7 +19,6 @@ from fedpriv.privacy.accounting.discrete_gaussian import (
     sum_concentrated_epsilon,
     sum_divergence,
 )
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 
 
 def curve(sigma, points):

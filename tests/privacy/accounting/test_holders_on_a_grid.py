@@ -13,7 +13,7 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
 
 from fedpriv.privacy.accounting.accountants import delta_of, epsilon_of
-from fedpriv.privacy.accounting.several_holders import worst_other_holders
+from fedpriv.privacy.accounting.gaussian import worst_other_holders
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.mechanisms import discrete_gaussian
 from fedpriv.privacy.mechanisms.discrete_gaussian import MECHANISM, integers, sensitivity

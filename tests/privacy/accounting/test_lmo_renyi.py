@@ -12,15 +12,16 @@ from dp_accounting import rdp
 from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.lmo_distribution import Columns
 from fedpriv.privacy.accounting.lmo_parameters import GammaPart, LmoParameters, UniformPart
-from fedpriv.privacy.accounting.lmo_renyi import (
-    check_domain,
+from fedpriv.privacy.accounting.lmo_renyi import check_domain, published, quadratic_limit, sound
+from tests.privacy.accounting.lmo_oracle import (
+    best_split,
     equation_1,
-    published,
-    quadratic_limit,
-    sound,
+    exact_divergence,
+    gamma,
+    random_parameters,
     theorem_4_2,
+    uniform,
 )
-from tests.privacy.accounting.lmo_oracle import best_split, exact_divergence, gamma, random_parameters, uniform
 
 EXAMPLE = Columns.of(uniform(0.1, 0.5))
 ORDERS = [2, 8, 32]

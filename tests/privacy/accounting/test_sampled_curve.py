@@ -10,8 +10,8 @@ from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from dp_accounting.rdp.rdp_privacy_accountant import _compute_rdp_poisson_subsampled_gaussian as by_dp_accounting
 from scipy.special import logsumexp
 
-from fedpriv.privacy.accounting._gaussian import _single_loss, sampled_curve
 from fedpriv.privacy.accounting.accountants import ORDERS
+from fedpriv.privacy.accounting.gaussian import _single_loss, sampled_curve
 from tests.marks import slow
 
 pytestmark = pytest.mark.usefixtures("quiet_absl")

@@ -18,9 +18,9 @@ from fedpriv.privacy.accounting import risk
 from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian, SummedGaussian, from_json, group, to_json
 from fedpriv.privacy.accounting.filters import RenyiFilter
+from fedpriv.privacy.accounting.gaussian import MAX_HOLDERS, worst_other_holders
 from fedpriv.privacy.accounting.many_clients import costliest, epsilons
 from fedpriv.privacy.accounting.risk import risk_of, risks_of
-from fedpriv.privacy.accounting.several_holders import MAX_HOLDERS, worst_other_holders
 from fedpriv.privacy.accounting.views import Release, aggregate_scale
 from fedpriv.privacy.ledger.accounts import Accounts
 from fedpriv.privacy.ledger.entries import Charge, Key

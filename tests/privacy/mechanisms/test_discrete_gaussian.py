@@ -12,10 +12,9 @@ from scipy import stats
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.privacy.accounting.discrete_gaussian import CHARGED_SHARE, charged_stddev
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms import discrete_gaussian
-from fedpriv.privacy.mechanisms.discrete_gaussian import MECHANISM, integers
+from fedpriv.privacy.mechanisms.discrete_gaussian import CHARGED_SHARE, MECHANISM, charged_stddev, integers
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import SeededSource
 
