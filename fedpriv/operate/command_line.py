@@ -220,11 +220,7 @@ def unit_name(service: str, folder: Path) -> str:
 
 
 def _write_units(units: Sequence[Unit], out: Path) -> list[Path]:
-    """Write each unit as NAME.service, none of them if one cannot be written.
-
-    Raises:
-        InputError: the folder does not exist, or holds a file of that name.
-    """
+    """Write each unit as NAME.service, none of them if one cannot be written."""
     if not out.is_dir():
         raise InputError(f"--out = {out}: no such folder")
     files = {out / f"{unit.name}.service": unit.text().encode() for unit in units}

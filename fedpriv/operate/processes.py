@@ -85,11 +85,7 @@ def only_start(folder: Path, users: Collection[int], say: Callable[[str], None])
 
 
 def _locked(file: int, folder: Path) -> bool:
-    """Lock an open folder; False where there are no locks.
-
-    Raises:
-        InputError: another process has it.
-    """
+    """Lock an open folder; False where there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -173,9 +173,6 @@ def _smallest(excess: Callable[[float], float], *, start: float, tolerance: floa
         excess: of the cost of a z over the target; must not rise with z.
         start: some z, best near the result, > 0.
         tolerance: relative, > 0.
-
-    Raises:
-        ValueError: no z up to `MAX_NOISE` suffices.
     """
     excess = cache(excess)  # the search asks again about the ends of its bracket, and about the root
     low = high = start

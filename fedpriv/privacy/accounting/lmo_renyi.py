@@ -161,14 +161,8 @@ def _unsampled(
 ) -> Array:
     if not orders:
         return np.empty(0)
-    return unsampled_curve(
-        Columns.of(parameters),
-        np.array(orders),
-        accounting=accounting,
-        dimension=dimension,
-        sensitivity=sensitivity,
-        sampled=sampled,
-    )
+    of = Columns.of(parameters)
+    return _unsampled_curve(of, np.array(orders), accounting, dimension, sensitivity, sampled=sampled)
 
 
 @lru_cache(maxsize=1024)
@@ -369,39 +363,21 @@ def sampled_curve(
         return np.zeros((*candidates.shape.shape, len(orders)))
     sampled = sampling_probability < 1
     every = np.arange(2, orders.max() + 1) if sampled else orders
-    curve = unsampled_curve(
-        candidates,
-        every,
-        accounting=accounting,
-        dimension=dimension,
-        sensitivity=sensitivity,
-        sampled=sampled,
-        points=points,
-    )
+    curve = _unsampled_curve(candidates, every, accounting, dimension, sensitivity, sampled=sampled, points=points)
     return poisson_sampled(curve, orders, sampling_probability) if sampled else curve
 
 
-def unsampled_curve(
+def _unsampled_curve(
     candidates: Columns,
     orders: npt.NDArray[np.int64],
-    *,
     accounting: LmoAccounting,
     dimension: float,
     sensitivity: float,
-    sampled: bool = False,
+    *,
+    sampled: bool,
     points: int | None = None,
 ) -> Array:
-    """[..., orders] Renyi divergence of one release of LMO noise on all records.
-
-    Args:
-        candidates: parameters, arrays of shape [...].
-        orders: integers >= 2.
-        accounting: `sound`, or `published`, which is no bound for a vector and does not use the dimension.
-        dimension: d >= 1, may be infinite.
-        sensitivity: C > 0, L2, in units of the clip norm.
-        sampled: whether `poisson_sampled` follows, for which a coarser grid is enough.
-        points: of the sound curve's grid; None chooses a number.
-    """
+    """[..., orders] Renyi divergence on all records; if `poisson_sampled` follows, a coarser grid is enough."""
     if accounting == "published":
         return published(candidates, orders, sensitivity)
     points = points or (_FEWER_POINTS if sampled else _POINTS)

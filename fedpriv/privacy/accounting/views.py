@@ -85,11 +85,7 @@ class Release:
         return self.event
 
     def _summed(self) -> Event:
-        """The event on the `aggregate` view of a person at other holders too.
-
-        Raises:
-            ValueError: the noise is not Gaussian, so that no mixture is known, or an other holder is out of range.
-        """
+        """The event on the `aggregate` view of a person at other holders too."""
         if not isinstance(self.event, SubsampledGaussian):
             raise ValueError(f"other_holders: what a sum costs with {type(self.event).__name__} is not known")
         return SummedGaussian(

@@ -221,11 +221,7 @@ class Accounts:
         return _events(self._histories(client, "whole"), view)
 
     def _histories(self, client: int, part: Part) -> list[_History]:
-        """Those of the client's releases; none where it has made none.
-
-        Raises:
-            KeyError: the client is not registered.
-        """
+        """Those of the client's releases; none where it has made none."""
         if client not in self.deltas:
             raise KeyError(client)
         parts = {"whole": (self._earlier, self._own), "this run": (self._own,), "before": (self._earlier,)}[part]

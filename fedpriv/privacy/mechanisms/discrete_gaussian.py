@@ -162,11 +162,7 @@ def _charged_multiplier(request: NoiseRequest, client: int) -> float:
 
 
 def _stddev(request: NoiseRequest, grid: float) -> float:
-    """sigma = gamma z C, in steps.
-
-    Raises:
-        ValueError: it is less than 2^10 or more than 2^40, or NaN.
-    """
+    """sigma = gamma z C, in steps."""
     stddev = grid * (request.noise_multiplier * request.clip_norm)
     if not MIN_STDDEV <= stddev <= MAX_SIGMA:
         raise ValueError(
@@ -177,11 +173,7 @@ def _stddev(request: NoiseRequest, grid: float) -> float:
 
 
 def _grid(request: NoiseRequest, client: int) -> float:
-    """gamma: the client's, or the power of two that gives the noise 2^28 to 2^29 steps.
-
-    Raises:
-        ValueError: noise_multiplier is negative or not finite, or such that no power of two does.
-    """
+    """gamma: the client's, or the power of two that gives the noise 2^28 to 2^29 steps."""
     if request.grids:
         return request.grids[client]
     scale = request.noise_multiplier * request.clip_norm

@@ -100,11 +100,7 @@ MECHANISM = _Lmo()
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
-    """The noise that the mechanism's parameters describe, and how it is accounted for.
-
-    Raises:
-        InputError: the parameters are invalid; the message says what is wrong.
-    """
+    """The noise that the mechanism's parameters describe, and how it is accounted for."""
     try:
         values = read_json(text)
         accounting = values.pop("accounting", "sound") if isinstance(values, dict) else "sound"
@@ -117,11 +113,7 @@ def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
 
 
 def _multiplied(noise: LmoParameters, noise_multiplier: float) -> LmoParameters:
-    """The noise times z.
-
-    Raises:
-        InputError: z is 0, or takes the parameters out of their range.
-    """
+    """The noise times z."""
     if noise_multiplier == 0:
         raise InputError("noise_multiplier = 0: multiplies the LMO noise, so it must be > 0")
     try:
