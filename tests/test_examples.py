@@ -1,7 +1,5 @@
 """What docs/python.md, training.md, aggregation.md and the packages show in Python runs, and prints what they say."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib

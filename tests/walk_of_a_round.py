@@ -4,8 +4,6 @@ A federation of two clients runs two rounds in this process. Each file of ours i
 functions ran between the strategy asking for a round and the new global model.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import threading

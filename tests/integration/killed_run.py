@@ -3,8 +3,6 @@
 One process loads everything once and forks: every child is a process of its own on real files, killed by SIGKILL.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

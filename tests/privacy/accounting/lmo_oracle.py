@@ -3,8 +3,6 @@
 `theorem_4_2` and `equation_1` are formulas of the LMO-DP paper that do not hold.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.special import logsumexp
 

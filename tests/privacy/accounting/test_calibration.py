@@ -1,7 +1,5 @@
 """Calibration finds the least noise that meets a target, and the most rounds that a budget allows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A bundle of evidence is confirmed by a program that knows nothing of fedpriv, and a change of it is named."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io
