@@ -223,47 +223,6 @@ def max_divergence(dimension: int) -> float:
     return 4.0 * dimension * math.exp(-2.0 * math.pi**2 * _ROUNDING_VARIANCE)
 
 
-def sum_divergence(sigma: float, num: int) -> float:
-    """tau, which bounds how far a sum of `num` independent N_Z(0, sigma^2) is from N_Z(0, num sigma^2).
-
-    It is a bound on the max divergence between the two, in either direction, for one coordinate.
-
-    Args:
-        sigma: >= 1/2, in steps of the grid.
-        num: n >= 1.
-
-    Raises:
-        ValueError: a value is out of range.
-
-    Source: Kairouz, Liu and Steinke 2021, Theorem 1, Eq. 3.
-    """
-    if not 0.5 <= sigma < math.inf or num < 1:
-        raise ValueError(f"sigma = {sigma}, num = {num}: must be >= 1/2 and >= 1")
-    return 10.0 * math.fsum(math.exp(-2.0 * (math.pi * sigma) ** 2 * k / (k + 1)) for k in range(1, num))
-
-
-def sum_concentrated_epsilon(sensitivity: float, sigma: float, num: int, dimension: int) -> float:
-    """The epsilon for which a sum with `num` independent N_Z(0, sigma^2) on each coordinate is concentrated DP.
-
-    It is epsilon^2/2-concentrated: its Renyi divergence at any order a is at most a epsilon^2 / 2. It holds without
-    sampling.
-
-    Args:
-        sensitivity: Delta_2 >= 0, the L2 sensitivity of the sum of integers, rounding included, in steps of the grid.
-        sigma: >= 1/2, in steps of the grid.
-        num: n >= 1.
-        dimension: d >= 1.
-
-    Raises:
-        ValueError: sigma or num is out of range.
-
-    Source: Kairouz, Liu and Steinke 2021, Theorem 1, Eq. 4.
-    """
-    tau = sum_divergence(sigma, num)
-    ratio = sensitivity / (math.sqrt(num) * sigma)
-    return min(math.sqrt(ratio**2 + 2.0 * tau * dimension), ratio + tau * math.sqrt(dimension))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClientGrid:
     """The grid on which one client's sum becomes integers.

@@ -23,8 +23,6 @@ from fedpriv.privacy.mechanisms.discrete_gaussian import (
     charged_stddev,
     integers,
     max_divergence,
-    sum_concentrated_epsilon,
-    sum_divergence,
 )
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import SeededSource
@@ -321,6 +319,26 @@ def test_the_common_share_charges_no_more_than_the_lemma_allows():
 def test_noise_of_no_more_than_the_rounding_is_refused_by_name(sigma):
     with pytest.raises(ValueError, match="sigma = "):
         charged_stddev(sigma)
+
+
+def sum_divergence(sigma, num):
+    """tau, which bounds the max divergence of a sum of `num` values of N_Z(0, sigma^2) from N_Z(0, num sigma^2).
+
+    Source: Kairouz, Liu and Steinke 2021, Theorem 1, Eq. 3.
+    """
+    if not 0.5 <= sigma < math.inf or num < 1:
+        raise ValueError(f"sigma = {sigma}, num = {num}: must be >= 1/2 and >= 1")
+    return 10.0 * math.fsum(math.exp(-2.0 * (math.pi * sigma) ** 2 * k / (k + 1)) for k in range(1, num))
+
+
+def sum_concentrated_epsilon(sensitivity, sigma, num, dimension):
+    """The epsilon for which such a sum on each coordinate is epsilon^2/2-concentrated DP, without sampling.
+
+    Source: Kairouz, Liu and Steinke 2021, Theorem 1, Eq. 4.
+    """
+    tau = sum_divergence(sigma, num)
+    ratio = sensitivity / (math.sqrt(num) * sigma)
+    return min(math.sqrt(ratio**2 + 2.0 * tau * dimension), ratio + tau * math.sqrt(dimension))
 
 
 # Kairouz, Liu and Steinke 2021, Theorem 1. For sigma = 1/2 and n = 3: tau = 10 (exp(-pi^2 / 4) + exp(-pi^2 / 3))
