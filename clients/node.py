@@ -20,7 +20,7 @@ from fedpriv.holder.vault.holder import Holder, parsed
 from fedpriv.holder.vault.settings import NodeLimits, VaultSettings
 from fedpriv.holder.wire.frame import Request, Response
 from fedpriv.learning.training.workbench import workbench
-from fedpriv.privacy.ledger.holders import path_of
+from fedpriv.privacy.ledger.reader import path_of
 
 # A node whose operator also starts the runs, as in a simulation, may take data and rules from the run's configuration.
 TRUST_KEY = "trust-run-config"

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, or deleted by their names, and logs of one JSON line an event."""
+"""Files that are written whole or not at all, or deleted by name, their users, and logs of one JSON line an event."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import hashlib
 import json
 import logging
 import os
+import pwd
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from io import BufferedWriter
 from pathlib import Path, PurePath
-from typing import Protocol
+from typing import Any
 
 from fedpriv.errors import InputError
 
@@ -37,15 +41,35 @@ FLOOR_BYTES = 2**26
 # Fields that are never truncated: a receipt, whose own length is bounded.
 _NEVER_TRUNCATED = {"receipt"}
 
+_NUMBER = re.compile("[0-9]+")
+_MAX_UID = 2**31 - 2
 
-class _Owner(Protocol):
-    """A Unix user, who can own a file."""
+
+@dataclass(frozen=True)
+class User:
+    """A Unix user.
+
+    Attributes:
+        name: of the user; its number, where the machine knows no name, as in containers.
+        uid: its number.
+        gid: number of its own group.
+        groups: numbers of all its groups.
+    """
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
 
     @property
-    def uid(self) -> int: ...
+    def is_nameless(self) -> bool:
+        """Whether this machine knows the user by its number alone."""
+        return self.name == str(self.uid)
 
     @property
-    def gid(self) -> int: ...
+    def popen_options(self) -> dict[str, Any]:
+        """Options of `subprocess.Popen` that start a process of this user; only root may use them."""
+        return {"user": self.uid, "group": self.gid, "extra_groups": list(self.groups)}
 
 
 def write_new(path: Path, content: bytes, *, mode: int | None = 0o644) -> None:
@@ -54,7 +78,7 @@ def write_new(path: Path, content: bytes, *, mode: int | None = 0o644) -> None:
         file.write(content)
 
 
-def replace_file(path: Path, content: bytes, *, mode: int | None = 0o644, owner: _Owner | None = None) -> None:
+def replace_file(path: Path, content: bytes, *, mode: int | None = 0o644, owner: User | None = None) -> None:
     """Write a file, replacing any old one. For arguments and errors see `replaced_file`."""
     with replaced_file(path, mode=mode, owner=owner) as file:
         file.write(content)
@@ -81,7 +105,7 @@ def new_file(path: Path, *, mode: int | None = None) -> Iterator[BufferedWriter]
 
 
 @contextmanager
-def replaced_file(path: Path, *, mode: int | None = None, owner: _Owner | None = None) -> Iterator[BufferedWriter]:
+def replaced_file(path: Path, *, mode: int | None = None, owner: User | None = None) -> Iterator[BufferedWriter]:
     """An empty temporary file to fill, also by its name, which then takes the place of any old one at once.
 
     A link in that place is replaced itself: what it leads to stays as it is.
@@ -193,7 +217,7 @@ def _temporary(path: Path, mode: int | None) -> Iterator[BufferedWriter]:
             name.unlink(missing_ok=True)
 
 
-def _finished(file: BufferedWriter, mode: int | None, owner: _Owner | None = None) -> Path:
+def _finished(file: BufferedWriter, mode: int | None, owner: User | None = None) -> Path:
     """The path of a temporary file, whose content is on the disk when this returns."""
     file.flush()
     with Path(file.name).open("rb") as written:  # who writes by the name may have put another file there
@@ -259,3 +283,49 @@ class Journal:
 def trace_without_message(error: BaseException) -> str:
     """The type of an error and its traceback, without its message."""
     return f"{type(error).__name__} at\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()
+
+
+def user_named(name: str) -> User:
+    """The user with this name or number.
+
+    Raises:
+        InputError: there is no such name, or no such number can be.
+    """
+    if _NUMBER.fullmatch(name):
+        if int(name) > _MAX_UID:
+            raise InputError(f"client_user = {name!r}: must be a number of at most {_MAX_UID}, or a user's name")
+        return _numbered(int(name))
+    try:
+        return _user(pwd.getpwnam(name))
+    except KeyError:
+        raise InputError(f"client_user = {name!r}: this machine has no such user") from None
+
+
+def owner_for(folder: Path) -> User | None:
+    """The user who is to own new files in a folder, if root makes them: the folder's; None if root does not."""
+    return owner_of(folder) if os.geteuid() == 0 else None
+
+
+def owner_of(path: Path) -> User:
+    """The user who owns a file or folder."""
+    return _numbered(path.stat().st_uid)
+
+
+def can_read(user: User, path: Path) -> bool:
+    """Whether a file lets this user read it, were all folders above it open; its owner can always change that."""
+    status = path.stat()
+    if user.uid == status.st_uid:
+        return True
+    return bool(status.st_mode & (stat.S_IRGRP if status.st_gid in user.groups else stat.S_IROTH))
+
+
+def _numbered(uid: int) -> User:
+    """The user with this number; one whom this machine has no name for is in the group of that number alone."""
+    try:
+        return _user(pwd.getpwuid(uid))
+    except KeyError:
+        return User(str(uid), uid, uid, (uid,))
+
+
+def _user(entry: pwd.struct_passwd) -> User:
+    return User(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(os.getgrouplist(entry.pw_name, entry.pw_gid)))

@@ -24,8 +24,8 @@ from fedpriv.methods.audit.black_box import audit_of, registration, run_scores
 from fedpriv.models.publishing import card
 from fedpriv.models.variants import stored_in
 from fedpriv.privacy.accounting.views import View
-from fedpriv.privacy.ledger.holders import carry_on
 from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import carry_on
 from fedpriv.runs import RunWriter, files, marked_alive
 from fedpriv.runs.plan.preflight import check_clients, check_run
 from fedpriv.runs.show import check_installed, tracked_run

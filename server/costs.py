@@ -22,7 +22,7 @@ from fedpriv.learning.training.rounds import RunSchedule, client_masses, grid_of
 from fedpriv.privacy.accounting.events import Event, Unit
 from fedpriv.privacy.accounting.views import Release, num_readers, rho_bar, smallest_aggregate_scales, smallest_rho_bars
 from fedpriv.privacy.ledger.entries import Key
-from fedpriv.privacy.mechanisms.grid import ClientGrid, SumGrid
+from fedpriv.privacy.mechanisms.discrete_gaussian import ClientGrid, SumGrid
 
 
 class RoundCosts:

@@ -34,7 +34,7 @@ from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.training.local_update import UpdateSpec, num_trained_values
 from fedpriv.learning.training.rounds import mean_of_sum, mean_upload
-from fedpriv.privacy.mechanisms.grid import SumGrid
+from fedpriv.privacy.mechanisms.discrete_gaussian import SumGrid
 from server.bookkeeping import Books
 from server.exchange import (
     Exchange,

@@ -1,7 +1,5 @@
 """A tiny random model of every architecture that may train."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,8 @@ from fedpriv.learning.adapters import BaseModel
 from fedpriv.learning.adapters._base_models import freeze
 
 _ENCODER = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "num_labels": 3,
+    **{"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "num_labels": 3},
 }
 _DECODER = {**_ENCODER, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -30,13 +22,8 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "deberta": _ENCODER,
     "deberta-v2": _ENCODER,
     "distilbert": {
-        "vocab_size": 60,
-        "dim": 32,
-        "n_layers": 2,
-        "n_heads": 4,
-        "hidden_dim": 48,
-        "pad_token_id": 0,
-        "num_labels": 3,
+        **{"vocab_size": 60, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+        **{"pad_token_id": 0, "num_labels": 3},
     },
     "electra": {**_ENCODER, "embedding_size": 32},
     "ernie": _ENCODER,

@@ -1,7 +1,5 @@
 """A small app bundle (FAB) as `flwr build` makes it, a folder that is not what it holds, and this checkout's digest."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import zipfile

@@ -1,13 +1,13 @@
 """Tiny tokenizers with chat templates, and a tiny model that goes with one, made on the spot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.tiny import llama_config
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -52,16 +52,7 @@ def chat_tokenizer(template: str | None = CHATML, *, spaces: bool = False) -> Pr
 def chat_model(folder: Path) -> Path:
     """The folder of a random Llama with a tokenizer that has a chat template."""
     tokenizer: Any = chat_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        pad_token_id=0,
-    )
+    config = llama_config(len(tokenizer), num_hidden_layers=2, max_position_embeddings=128)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)

@@ -88,17 +88,9 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_run(tiny_bert: Path, table: Path) -> dict[str, object]:
     """Configuration values of a federation that runs in seconds, as a simulation on the small table."""
     return {
-        "model": str(tiny_bert),
-        "data": str(table),
-        "client_column": "site",
-        "layers": "last-1",
-        "rank": 4,
-        "rounds": 2,
-        "local_steps": 2,
-        "batch_size": 8,
-        "noise_multiplier": 1.0,
-        "simulate": True,
-        "comparison": False,
+        **{"model": str(tiny_bert), "data": str(table), "client_column": "site", "layers": "last-1", "rank": 4},
+        **{"rounds": 2, "local_steps": 2, "batch_size": 8, "noise_multiplier": 1.0},
+        **{"simulate": True, "comparison": False},
         "memory_limit_mb": 8,  # a model tries all numbers of rows that its memory allows
     }
 

@@ -6,8 +6,6 @@ public if neither its name, its file nor its folder begins with `_`, and also if
 spelled.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Tiny instruction data: records of prompts with responses, and a tokenizer whose words are numbers."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

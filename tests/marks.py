@@ -1,7 +1,5 @@
 """Which parameters of a test run every day."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ The parser is Prometheus' own for Python; the evaluator is not, and knows the co
 a figure, its magnitude or the time since, against a number or another figure. `for` is left out.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import re

@@ -1,7 +1,5 @@
 """An observer that keeps what whoever started a run is told."""
 
-from __future__ import annotations
-
 from server.observer import LogObserver
 
 

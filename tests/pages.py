@@ -1,7 +1,5 @@
 """Pages of whole runs without their plots, which take as long to draw as all else that a small run does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock

@@ -1,7 +1,5 @@
 """Folders of finished runs with variants that are random, and what plain peft says of them."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Stores as they lie on the disk, what is in their files, and damage to it; and descriptions of variants."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

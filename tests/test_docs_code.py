@@ -4,8 +4,6 @@ Nothing is run here. tests/test_examples.py runs the lines of docs/python.md, te
 tests/deployment/test_walkthrough.py the commands of docs/deployment.md.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

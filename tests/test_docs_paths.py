@@ -1,7 +1,5 @@
 """Every path, link and module that the documentation names exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,29 +1,27 @@
 """What docs/python.md, training.md, aggregation.md and the packages show in Python runs, and prints what they say."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib
 import io
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from fedpriv.exports import Registry
 from fedpriv.learning import aggregation
+from tests.test_docs_code import ROOT, blocks
 
-ROOT = Path(__file__).resolve().parents[1]
-
-# Not called from Python: the command line, and what institutions' kits share.
-WITHOUT_EXAMPLE = {"cli", "deployment"}
-PACKAGES = sorted({file.parent.name for file in ROOT.glob("fedpriv/*/__init__.py")} - WITHOUT_EXAMPLE)
+# Not called from Python: the command line, what kits share, and what frames and pages are made of; wings list rooms.
+WITHOUT_EXAMPLE = {"cli", "operate", "wire", "http", "holder", "learning", "methods", "models", "privacy"}
+FOLDERS = {file.parent for file in ROOT.glob("fedpriv/*/**/__init__.py") if file.parent.name not in WITHOUT_EXAMPLE}
+PACKAGES = sorted(".".join(folder.relative_to(ROOT / "fedpriv").parts) for folder in FOLDERS)
 
 
 def test_the_public_packages_are_found():
-    assert {"accounting", "adapters", "ledger", "training", "vault"} <= set(PACKAGES), "the check would be blind"
+    some = {"privacy.accounting", "learning.adapters", "privacy.ledger", "learning.training", "holder.vault"}
+    assert some <= set(PACKAGES), "the check would be blind"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -38,16 +36,20 @@ def test_the_package_shows_an_example_and_it_holds(package, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir()), "an example leaves files behind"
 
 
+def python_of(page: str) -> list[str]:
+    return blocks((ROOT / "docs" / page).read_text(), "python")
+
+
 @pytest.fixture
-def blocks():
+def runs_and_library():
     """The Python of docs/python.md: runs, then the library."""
-    found = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
+    found = python_of("python.md")
     assert len(found) == 3
     return found
 
 
-def test_the_lines_on_the_library_print_what_stands_beside_them(blocks, tmp_path, monkeypatch):
-    code = blocks[-1]
+def test_the_lines_on_the_library_print_what_stands_beside_them(runs_and_library, tmp_path, monkeypatch):
+    code = runs_and_library[-1]
     beside = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M)
     assert len(beside) == code.count("print(") >= 4
     monkeypatch.chdir(tmp_path)
@@ -55,10 +57,6 @@ def test_the_lines_on_the_library_print_what_stands_beside_them(blocks, tmp_path
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "python.md", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().splitlines() == beside
-
-
-def python_of(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.M | re.S)
 
 
 def test_the_lines_on_a_model_of_ones_own_print_what_stands_beside_them(tmp_path, monkeypatch):
@@ -84,12 +82,12 @@ def test_the_lines_on_a_rule_of_ones_own_register_it(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_lines_on_runs_and_sweeps_run(blocks, tmp_path, monkeypatch):
+def test_the_lines_on_runs_and_sweeps_run(runs_and_library, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        for block in blocks[:-1]:
+        for block in runs_and_library[:-1]:
             exec(compile(block, "python.md", "exec"), names)
     assert "Run('first': accuracy" in printed.getvalue()
     assert "num_runs=2" in printed.getvalue()

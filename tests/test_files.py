@@ -1,7 +1,5 @@
 """Files are written completely or not at all; a journal holds one JSON line an event, of plain values alone."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What each entry point may not load: a package counts in every start of a command, a node or a run."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,26 +1,30 @@
-"""Everything that the README tells a stranger to type is run.
+"""Everything that the README and the pages for researchers, officers and developers tell a stranger to type is run.
 
 `make run` and `make test` install into the clone; here the first one's last line is run, and CI runs the second one
-(.ci/run). Both on a fresh clone are tried by hand before a release.
+(.ci/run). Both on a fresh clone are tried by hand before a release. The operator's page is run by
+tests/deployment/test_walkthrough.py.
 """
 
-from __future__ import annotations
-
 import csv
+import gzip
+import json
 import os
+import random
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from safetensors.numpy import save_file
 
 from tests.test_docs_code import ROOT, blocks
 
 README = (ROOT / "README.md").read_text()
-
 # {a line to type: the test that runs it}. A line that the README gains is missing here, and fails.
 RUN_BY = {
     'git clone "${REPOSITORY:?set it to the address of this repository}" fedpriv && cd fedpriv': "a person",
@@ -36,6 +40,49 @@ RUN_BY = {
     "fedpriv push results/messages clinic/letters": "test_own_data",
     "make docs": "tests/test_site.py",
 }
+HERE = Path(sys.executable).parent
+# What makes a run short; everything else is the line's own.
+FEW_ROUNDS = ["-c", "rounds=3", "-c", "lora_rounds=1", "-c", "comparison=false", "-c", "baselines=false"]
+SHORT = [*FEW_ROUNDS, "-c", "max_records=60"]
+A_RUN = "fedpriv run --out results/20261121-042553-embedded -c ledger=results/ledger.sqlite"
+# {page: {a line: what is appended to it, or who else runs it}}. A line that a page gains is missing here, and fails.
+LINES: Mapping[str, Mapping[str, Sequence[str] | str]] = {
+    "simulation": {
+        "fedpriv run": SHORT,
+        "fedpriv run -c rounds=10 -c target_epsilon=4": SHORT[4:],
+        "fedpriv run simulations/configs/medquad.toml --out results/medquad": FEW_ROUNDS,
+        "fedpriv init messages.csv": "tests/test_readme.py",
+        "fedpriv config check messages.toml": "tests/test_readme.py",
+        "fedpriv run messages.toml": "tests/test_readme.py",
+        'pip install -e ".[federation,offline,partition,ray]"': "a person",
+        "export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1": "tests/integration/test_flower_engine.py",
+        "export RAY_ADDRESS=local": "tests/integration/test_flower_engine.py",
+        'flwr run . --stream --federation-config "num-supernodes=5" -c "out=\'$PWD/results/flower\'"': (
+            "tests/integration/test_flower_engine.py"
+        ),
+    },
+    "sweeps": {"fedpriv sweep simulations/configs/sweeps/epsilon.toml": [*SHORT, "--max-parallel", "1"]},
+    "ledger": {
+        "fedpriv ledger show results/ledger.sqlite --budget-epsilon 4": [],
+        "fedpriv ledger verify results/ledger.sqlite --head DIGEST": [],
+        "fedpriv ledger statement results/ledger.sqlite --client 4": [],
+    },
+    "accounting": {
+        "fedpriv account --noise-multiplier 1.88 --sampling-probability 0.16 --steps 30 --delta 1e-5": [],
+        "fedpriv calibrate --epsilon 2 --delta 1e-5 --sampling-probability 0.16 --steps 30": [],
+        "fedpriv run -c budget_epsilon=4 -c ledger=results/ledger.sqlite": SHORT,
+        "fedpriv evidence results/20261121-042553-embedded --out bundle.zip": [],
+        "unzip bundle.zip verify_evidence.py": [],
+        "python verify_evidence.py bundle.zip": [],
+    },
+    "audit": {
+        "fedpriv audit power --canaries 250 --epsilon 4": [],
+        "fedpriv run -c audit=tokens -c audit_canaries=50": SHORT,
+        "fedpriv audit one-run --scores scores.csv --delta 1e-5 --guesses 200 --claimed-epsilon 4": [],
+        "fedpriv audit membership --scores losses.csv --roc-plot roc.png": [],
+        "fedpriv audit model mean-1.safetensors --losses study:judge": [],
+    },
+}
 
 
 def lines_to_type() -> list[str]:
@@ -43,9 +90,6 @@ def lines_to_type() -> list[str]:
     code = "\n".join(blocks(README, "", "sh")).replace("\\\n", " ")
     typed = [" ".join(line.split("#")[0].split()) for line in code.splitlines() if line.strip()]
     return typed + [made for made in re.findall(r"`(make \w+)`", README) if made not in typed]
-
-
-HERE = Path(sys.executable).parent
 
 
 def start(line: str, folder: Path, *more: object, programs: Path = HERE) -> str:
@@ -111,3 +155,63 @@ def test_the_lines_of_python(tmp_path, capsys):
     assert "2.094" in capsys.readouterr().out
     for table in (found["result"].rounds, found["result"].clients, found["result"].report()):
         assert isinstance(table, pd.DataFrame)
+
+
+def lines_of(page: str) -> list[str]:
+    """What stands in a page's blocks without a language, less comments, output and the place of the programs."""
+    typed = list[str]()
+    for block in blocks((ROOT / "docs" / f"{page}.md").read_text(), ""):
+        lines = block.splitlines()
+        typed += [line.removeprefix("$ ") for line in lines if line.startswith("$ ")] or lines
+    parts = [part.split(" #")[0] for line in typed if line.strip() for part in line.split(" && ")]
+    parts = [part.removeprefix("PATH=$PWD/.venv/bin:$PATH ").removeprefix(".venv/bin/") for part in parts]
+    return [" ".join(part.split()) for part in parts]
+
+
+@pytest.mark.parametrize("page", LINES)
+def test_every_line_of_a_page_has_something_that_runs_it(page: str) -> None:
+    assert sorted(lines_of(page)) == sorted(LINES[page])
+    for runner in LINES[page].values():
+        assert not isinstance(runner, str) or runner == "a person" or (ROOT / runner).is_file()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with what the pages take for granted: the clone's configurations, files to audit, and public data."""
+    (tmp_path / "simulations").symlink_to(ROOT / "simulations")
+    coins = random.Random(0)
+    rows = [(coins.gauss(included, 1.0), included) for included in (index % 2 for index in range(400))]
+    write(tmp_path / "scores.csv", ("score", "included"), rows)
+    write(tmp_path / "losses.csv", ("loss", "member"), [(-score, included) for score, included in rows])
+    kinds = ["information", "symptoms", "treatment", "inheritance"]
+    kinds += ["frequency", "genetic changes", "causes", "exams and tests"]
+    answers = [(f"answer {n} on {kinds[n % 8]}", kinds[n % 8], ["north", "south"][n // 80]) for n in range(160)]
+    write(tmp_path / "medquad.csv", ("answer", "question_type", "source"), answers)
+    (tmp_path / "medquad.csv.gz").write_bytes(gzip.compress((tmp_path / "medquad.csv").read_bytes()))
+    save_file({"weight": np.ones(2, dtype=np.float32)}, tmp_path / "mean-1.safetensors")
+    (tmp_path / "study.py").write_text(
+        "import numpy as np\n\n\ndef judge():\n    return lambda tensors: (np.arange(40.0), np.arange(40) < 20)\n"
+    )
+    return tmp_path
+
+
+def write(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", LINES)
+def test_the_lines_of_a_page_run(page: str, folder: Path) -> None:
+    if page in ("ledger", "accounting"):
+        start(A_RUN, folder, *SHORT)
+    for line in lines_of(page):
+        how = LINES[page][line]
+        if isinstance(how, str):
+            continue
+        if "DIGEST" in line:
+            told = json.loads(start("fedpriv ledger verify results/ledger.sqlite --json", folder))
+            line = line.replace("DIGEST", told["head"])
+        program, *words = shlex.split(line)
+        programs = Path("/usr/bin") if program == "unzip" else HERE
+        start(shlex.join([program, *words]), folder, *how, programs=programs)

@@ -5,8 +5,6 @@ Li 2017`, `Abadi et al. 2016`. Surname and year give the entry's anchor, `abadi-
 library builds on may go without a year: `Liu et al., Eq. 8`.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A finished run from Python: what its frames hold, and a page that text from data files cannot take over."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

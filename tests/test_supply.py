@@ -1,7 +1,5 @@
 """What a node installs: every package by version and SHA-256, and nothing that a registry puts in its place."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """JSON that every reader accepts, whatever numbers it is made of."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The tutorials show what they ran; executed again, no cell fails, and nothing names this machine."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The wheel alone, in an empty environment: what somebody gets who installs fedpriv without the repository."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -171,18 +169,8 @@ def test_two_nodes_with_vaults_and_a_coordinator_carry_out_a_run(everything, tra
         told = [word for word in invited if re.fullmatch("[A-Z2-7-]{24}", word)]
         for client in (0, 1):
             node, invitation = f"n{client}", f"c/invitations/{client}.toml"
-            said = run(
-                trapped,
-                fedpriv,
-                "node",
-                "init",
-                node,
-                "--invite",
-                invitation,
-                "--fingerprint",
-                told[client],
-                "--approve",
-            )
+            compared = ("--fingerprint", told[client], "--approve")
+            said = run(trapped, fedpriv, "node", "init", node, "--invite", invitation, *compared)
             assert approvals.bundle_digest(FLOWER_APP) in said
             vault = re.search("fingerprint of vault.key.*: ([A-Z2-7-]{24})", said)[1]
             run(trapped, fedpriv, "coordinator", "admit", "c", f"{node}/application.toml", "--fingerprint", vault)

@@ -1,7 +1,5 @@
 """Numbers of threads, whatever the suite's: how a tensor is cut among them decides how some kernels round."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,18 +1,11 @@
 """Tiny real models of every kind, and records for them, made on the spot."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fedpriv.learning.adapters import BaseModel, trainable
 from fedpriv.learning.adapters._base_models import freeze
@@ -57,27 +50,21 @@ BATCH = {
 }
 
 
+def llama_config(vocab_size: int, **more: int) -> LlamaConfig:
+    """That of a Llama of width 32."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(vocab_size=vocab_size, hidden_size=32, intermediate_size=48, pad_token_id=0, **heads, **more)
+
+
 def tiny_causal(kind: str) -> BaseModel:
     """A random Llama or GPT-2 of two layers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if kind == "llama":
-            model = LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=VOCABULARY,
-                    hidden_size=32,
-                    num_hidden_layers=3,
-                    num_attention_heads=4,
-                    num_key_value_heads=2,
-                    intermediate_size=48,
-                    max_position_embeddings=64,
-                    pad_token_id=0,
-                )
-            )
+            model = LlamaForCausalLM(llama_config(VOCABULARY, num_hidden_layers=3, max_position_embeddings=64))
         else:
-            model = GPT2LMHeadModel(
-                GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64, pad_token_id=0)
-            )
+            sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+            model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, pad_token_id=0, **sizes))
     return freeze(kind, model, tokenizer=None, task="CAUSAL_LM")
 
 

@@ -1,7 +1,5 @@
 """A tiny language model in a GGUF file, with a tokenizer of single bytes and a chat template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,9 @@ def tiny_llama() -> LlamaForCausalLM:
     """A random Llama of two layers, whose vocabulary is the tokenizer's."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=len(SPECIAL) + len(TOKENS),
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=96,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-        )
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"intermediate_size": 96, "max_position_embeddings": 128, "tie_word_embeddings": True}
+        config = LlamaConfig(vocab_size=len(SPECIAL) + len(TOKENS), **sizes)
         return LlamaForCausalLM(config).eval()
 
 

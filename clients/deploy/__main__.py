@@ -24,8 +24,8 @@ from fedpriv.holder.vault.settings import approved_peers
 from fedpriv.operate import approvals
 from fedpriv.operate.checks import print_checks
 from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
+from fedpriv.operate.flower import Log
 from fedpriv.operate.joining import Roster, read
-from fedpriv.operate.logs import Log
 from fedpriv.operate.processes import end_with_parent
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

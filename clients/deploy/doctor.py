@@ -12,6 +12,7 @@ from clients.deploy import records, separate_users
 from clients.deploy.admission import peers_summary
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError, LedgerError
+from fedpriv.files import can_read, user_named
 from fedpriv.holder.vault import history
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, is_unchanged_model, read_models
@@ -21,7 +22,6 @@ from fedpriv.privacy.ledger import statement
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.ledger.receipts import chains_of
-from fedpriv.privacy.ledger.users import can_read, user_named
 
 _MIN_DISK_BYTES = 2**30
 _ANSWER_SECONDS = 5.0

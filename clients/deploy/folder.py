@@ -22,7 +22,7 @@ from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
 from fedpriv import config
 from fedpriv.errors import InputError
-from fedpriv.files import new_folder, replace_file
+from fedpriv.files import new_folder, owner_for, replace_file
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, models_text
@@ -34,7 +34,6 @@ from fedpriv.privacy.ledger import keys, receipts
 from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.ledger.receipts import chains_of
-from fedpriv.privacy.ledger.users import owner_for
 
 # Below those that Linux gives to connections by itself.
 _LOCAL_PORTS = range(20_000, 30_000)

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 from clients.deploy.folder import Node
 from fedpriv.apps import FLOWER_APP
 from fedpriv.errors import LedgerError
+from fedpriv.files import User, owner_of
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.operate.checks import sight_of_server
 from fedpriv.operate.command_line import Unit, unit_name
 from fedpriv.operate.processes import start_child
 from fedpriv.privacy.ledger import reader, statement
-from fedpriv.privacy.ledger.users import User, owner_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

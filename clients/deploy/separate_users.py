@@ -17,12 +17,11 @@ from pathlib import Path
 from clients.deploy import folder
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError
-from fedpriv.files import replace_file
+from fedpriv.files import User, can_read, owner_of, replace_file, user_named
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.operate.checks import Check, check_private
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.keys import Kind
-from fedpriv.privacy.ledger.users import User, can_read, owner_of, user_named
 
 # Others may pass through a folder of this mode, and see no list of its files.
 _PASSABLE = 0o711

@@ -24,7 +24,7 @@ from clients.deploy.folder import Node
 from clients.deploy.separate_users import Users
 from fedpriv.apps import CHECKOUT, FLOWER_APP
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.files import replace_file
+from fedpriv.files import User, owner_of, replace_file
 from fedpriv.holder.vault import history
 from fedpriv.operate.checks import check_port_free
 from fedpriv.operate.command_line import Unit, unit_name
@@ -35,7 +35,6 @@ from fedpriv.operate.flower import (
     seconds_to_pause,
 )
 from fedpriv.operate.processes import only_start, signals_handled_by, start_child
-from fedpriv.privacy.ledger.users import User, owner_of
 
 # Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"

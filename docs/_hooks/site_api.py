@@ -15,9 +15,9 @@ ROOTS = ("fedpriv", "simulations")
 
 def documented() -> list[str]:
     """Dotted names of all packages that export something, and of the modules that `fedpriv` exports, by name."""
-    found = [each.name for each in pkgutil.iter_modules(fedpriv.__path__) if each.ispkg or each.name in fedpriv.__all__]
-    names = [*ROOTS, *(f"fedpriv.{name}" for name in sorted(found))]
-    return [name for name in names if exported(import_module(name))]
+    every = pkgutil.walk_packages(fedpriv.__path__, "fedpriv.")
+    found = [each.name for each in every if each.ispkg or each.name.removeprefix("fedpriv.") in fedpriv.__all__]
+    return [name for name in (*ROOTS, *sorted(found)) if exported(import_module(name))]
 
 
 def exported(module: ModuleType) -> list[str]:

@@ -389,7 +389,7 @@ class RunConfig(
         """Refuse what counts the account of one client where a person may be at several."""
         if self.holders_per_person == 1:
             return
-        from fedpriv.privacy.accounting.several_holders import MAX_HOLDERS  # deferred: few runs need it
+        from fedpriv.privacy.accounting.gaussian import MAX_HOLDERS  # deferred: few runs need it
 
         key = f"holders_per_person = {self.holders_per_person}"
         if self.unit != "person":

@@ -189,10 +189,6 @@ class ServerSight:
 def sight_of_server(host: str, port: int, trusted: Path | ssl.SSLContext) -> ServerSight:
     """The certificate and the clock of a server, whose responses are dated to the second.
 
-    Args:
-        host, port: of the server.
-        trusted: the certificate of its authority.
-
     Raises:
         OSError, HTTPException: it does not answer, or its certificate is not valid.
         TypeError, ValueError: it sends no date.

@@ -158,12 +158,9 @@ class Unit:
     """A service in the foreground, restarted when it fails.
 
     Attributes:
-        name: of the file, without `.service`.
         description: one line.
         command: absolute path of a program, and its arguments.
         prepared_by: a command that root runs before each start; empty for none.
-        folder: to run it in.
-        user: whose process it is.
         variables: its environment, besides what systemd gives.
         writable: what it may write; the rest of the file system is read-only, or not seen.
         read_only: what within that it may only read.
@@ -223,11 +220,7 @@ def unit_name(service: str, folder: Path) -> str:
 
 
 def _write_units(units: Sequence[Unit], out: Path) -> list[Path]:
-    """Write each unit as NAME.service, none of them if one cannot be written.
-
-    Raises:
-        InputError: the folder does not exist, or holds a file of that name.
-    """
+    """Write each unit as NAME.service, none of them if one cannot be written."""
     if not out.is_dir():
         raise InputError(f"--out = {out}: no such folder")
     files = {out / f"{unit.name}.service": unit.text().encode() for unit in units}

@@ -1,21 +1,25 @@
-"""Flower's programs as a coordinator or data holder runs them: environment, child process, answers, exit codes."""
+"""Flower's programs as a coordinator or data holder runs them: environment, process, answers, exit codes, and log."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import FlowerError
+from fedpriv.files import User
 from fedpriv.operate.checks import LOOPBACK
 from fedpriv.operate.processes import signals_handled_by, start_child
-from fedpriv.privacy.ledger.users import User
 
 CONNECTION = "federation"
 
@@ -40,6 +44,11 @@ _EXIT_CODES: Mapping[int, str] = {
 }
 
 _SHARE = 0.1
+
+_FILE_BYTES, _NUM_OLD_FILES = 10 * 2**20, 3
+
+# Flower structures its log by lines that hold a level and nothing else.
+_BLANK = re.compile(r"(?:[A-Z]+\s*:?)?\s*")
 
 
 def environment(home: Path, **extra: str) -> dict[str, str]:
@@ -86,8 +95,6 @@ def flwr(home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any
 
     Args:
         home: Flower's own folder, with its connections.
-        arguments: of flwr.
-        folder: to run it in.
 
     Raises:
         FlowerError: it reports a failure, or does not answer in time.
@@ -129,8 +136,6 @@ def _run_in_foreground(
 
     Args:
         command: program and arguments.
-        variables: its environment.
-        folder: to run it in.
         on_line: receives each line of its output without colours, in a separate thread.
         user: whose process it is; None stands for the user of this process.
     """
@@ -220,3 +225,38 @@ def seconds_to_pause(waited: float, *, shortest: float, longest: float) -> float
         longest: the same; where the two conflict, it counts.
     """
     return min(longest, max(shortest, _SHARE * waited))
+
+
+class Log:
+    """A program's log: takes lines, from any thread, shows them, and keeps them in a file that does not grow for ever.
+
+    Args:
+        show: prints a line; None shows none.
+        path: of the file that keeps the last 40 MB without colours; None keeps none. Where it cannot be written, lines
+            are only shown.
+    """
+
+    def __init__(self, show: Callable[[str], None] | None, path: Path | None = None) -> None:
+        self._show = show
+        self._file = None if path is None else _File(path, maxBytes=_FILE_BYTES, backupCount=_NUM_OLD_FILES, delay=True)
+
+    def __call__(self, line: str) -> None:
+        """Take a line: it gets the time in UTC in front; a blank one is left out."""
+        if _BLANK.fullmatch(plain(line)):
+            return
+        line = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}"
+        if self._show is not None:
+            self._show(line)
+        if self._file is not None:
+            self._file.handle(logging.makeLogRecord({"msg": plain(line)}))
+
+
+class _File(RotatingFileHandler):
+    """A file for its owner alone: what a vault tells its operator, such as when it failed, is for nobody else."""
+
+    def _open(self) -> TextIOWrapper:
+        file = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        return os.fdopen(file, "a", encoding="utf-8")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Nothing: a full disk must end no program."""

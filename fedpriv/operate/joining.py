@@ -66,7 +66,6 @@ class Invitation:
     """A coordinator's request to one institution.
 
     Attributes:
-        version: of this form.
         name: of the institution, for display.
         partition_id: which client of a run its node is.
         superlink: HOST:PORT of the coordinator.
@@ -105,9 +104,7 @@ class Application:
     """An institution's answer to an invitation.
 
     Attributes:
-        version: of this form.
         name: as in the invitation.
-        partition_id: the same.
         node_key: the public line by which Flower is to admit the node.
         vault_key: the public line by which runs are to check what its vault says.
         signature: by the vault's key, of all else.
@@ -131,9 +128,6 @@ class Application:
     def check(self, path: Path) -> None:
         """Refuse an application that its vault did not make.
 
-        Args:
-            path: where it was read, for errors.
-
         Raises:
             InputError: the signature is another's, or of other content.
         """
@@ -147,8 +141,6 @@ class Member:
 
     Attributes:
         partition_id: which client of a run it is.
-        name: of its institution.
-        vault_key: the public line of its vault's key.
     """
 
     partition_id: _Client
@@ -163,21 +155,13 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Roster:
-    """The nodes of a federation, each once.
-
-    Attributes:
-        version: of this form.
-        members: the nodes.
-    """
+    """The nodes of a federation, each once."""
 
     version: Literal[1] = 1
     members: Annotated[tuple[Member, ...], Field(min_length=1)]
 
     def check(self, path: Path) -> None:
         """Refuse a roster in which two nodes share an id or a key.
-
-        Args:
-            path: where it was read, for errors.
 
         Raises:
             InputError: names what stands there twice.
@@ -211,7 +195,6 @@ def text(handed: Handed, header: str) -> str:
     """The file's text.
 
     Args:
-        handed: the content.
         header: what a person who opens the file should know; one line.
     """
     return f"# {header}\n{tomli_w.dumps(asdict(handed), multiline_strings=True)}"

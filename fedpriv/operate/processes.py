@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.privacy.ledger.users import User
+from fedpriv.files import User
 
 log = logging.getLogger("flwr")  # of the processes that keep another, which are Flower's
 
@@ -85,11 +85,7 @@ def only_start(folder: Path, users: Collection[int], say: Callable[[str], None])
 
 
 def _locked(file: int, folder: Path) -> bool:
-    """Lock an open folder; False where there are no locks.
-
-    Raises:
-        InputError: another process has it.
-    """
+    """Lock an open folder; False where there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -164,8 +160,6 @@ def start_child(
 
     Args:
         command: program and arguments.
-        folder: to run it in.
-        variables: its environment.
         user: whose process it is; None stands for the user of this process.
 
     Raises:

@@ -13,7 +13,7 @@ import typer
 from fedpriv.errors import InputError
 from fedpriv.operate.checks import check_tls, print_checks
 from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
-from fedpriv.operate.logs import Log
+from fedpriv.operate.flower import Log
 from fedpriv.privacy.ledger import keys
 from server.deploy import certificates, membership, runs, superlink
 from server.deploy import folder as folders

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fedpriv.apps import CHECKOUT, FLOWER_APP
 from fedpriv.errors import FlowerError, InputError
+from fedpriv.files import owner_of
 from fedpriv.operate.checks import (
     Check,
     check_disk,
@@ -29,14 +30,13 @@ from fedpriv.operate.checks import (
 from fedpriv.operate.command_line import Unit, unit_name
 from fedpriv.operate.flower import (
     CONNECTION,
+    Log,
     environment,
     python_path,
     run_and_explain,
 )
-from fedpriv.operate.logs import Log
 from fedpriv.operate.processes import only_start
 from fedpriv.privacy.ledger.keys import VAULT
-from fedpriv.privacy.ledger.users import owner_of
 from server.deploy import certificates, metrics
 from server.deploy.folder import Coordinator
 

@@ -26,7 +26,7 @@ from fedpriv.learning.training.independence import TRAINING, Tell, silent, unfai
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.learning.training.stacked import execute_stacked
 from fedpriv.learning.training.workbench import load_model, workbench
-from fedpriv.privacy.mechanisms.grid import ClientGrid
+from fedpriv.privacy.mechanisms.discrete_gaussian import ClientGrid
 from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
 
 # Between two questions how far the actors are.

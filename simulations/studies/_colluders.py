@@ -20,7 +20,7 @@ from fedpriv.privacy.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.privacy.accounting.calibration import calibrate, noise_multiplier_for
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.views import Release, num_readers, smallest_aggregate_scales
-from fedpriv.privacy.mechanisms.grid import largest_number_included, sum_grid
+from fedpriv.privacy.mechanisms.discrete_gaussian import largest_number_included, sum_grid
 from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
 
 SAMPLING_PROBABILITY, NUM_STEPS, DELTA = 0.256, 30, 1e-5

@@ -1,6 +1,4 @@
-"""One contract for every accountant: composition, monotonicity, agreement with dp-accounting itself."""
-
-from __future__ import annotations
+"""One contract for every accountant: composition, monotonicity, agreement with direct calls to dp-accounting."""
 
 import logging
 import math
@@ -8,27 +6,32 @@ import subprocess
 import sys
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 from scipy import optimize, stats
 
-from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.accountants import ORDERS, PLD_LIMIT, epsilon_of
+from fedpriv.privacy.accounting.calibration import noise_multiplier_for
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 
 DELTA = 1e-5
+QUIET = pytest.mark.usefixtures("quiet_absl")
+NUM_SETTINGS = pytest.mark.parametrize("num", [20, pytest.param(200, marks=pytest.mark.slow)])
 
 
 def event(q=0.02, z=1.1, count=1):
     return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
 
 
-def by_library(accountant, events, delta=DELTA):
-    """Epsilon by a direct call to dp-accounting."""
+def directly(accountant, *events):
+    """dp-accounting's own accountant, given the events; a plain Gaussian if every record takes part."""
     composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
     for e in events:
         single = dp_accounting.GaussianDpEvent(e.noise_multiplier)
-        composed.compose(dp_accounting.PoissonSampledDpEvent(e.sampling_probability, single), e.count)
-    return composed.get_epsilon(delta)
+        sampled = dp_accounting.PoissonSampledDpEvent(e.sampling_probability, single)
+        composed.compose(single if e.sampling_probability == 1 else sampled, e.count)
+    return composed
 
 
 @pytest.fixture(params=["pld", "rdp"])
@@ -60,7 +63,7 @@ def test_epsilon_has_the_reference_values(accountant, q, z, steps, expected):
     ],
 )
 def test_agrees_with_dp_accounting_called_directly(accountant, events):
-    direct, ours = by_library(accountant, events), epsilon_of(events, DELTA, accountant).epsilon
+    direct, ours = directly(accountant, *events).get_epsilon(DELTA), epsilon_of(events, DELTA, accountant).epsilon
     assert ours == pytest.approx(direct, rel=1e-6 if accountant == "rdp" else 1e-3)
     assert ours >= direct * (1 - 1e-9)
 
@@ -99,11 +102,9 @@ def test_a_release_without_noise_costs_infinity(accountant):
 
 
 def test_sampling_every_record_is_the_plain_gaussian(accountant):
-    composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
-    composed.compose(dp_accounting.GaussianDpEvent(3.0), 4)
-    assert epsilon_of([event(q=1.0, z=3.0, count=4)], DELTA, accountant).epsilon == pytest.approx(
-        composed.get_epsilon(DELTA), rel=1e-3
-    )
+    every = event(q=1.0, z=3.0, count=4)
+    direct = directly(accountant, every).get_epsilon(DELTA)
+    assert epsilon_of([every], DELTA, accountant).epsilon == pytest.approx(direct, rel=1e-3)
 
 
 def test_above_epsilon_100_rdp_replaces_pld_and_the_result_says_so():
@@ -139,7 +140,7 @@ def test_accounting_is_silent_and_configures_no_logging(accountant, capfd):
 
 def test_epsilon_is_never_below_that_of_dp_accounting_nor_above_it_by_more_than_rounding(accountant):
     events = [event(0.3, 3.0, 4), event(0.3, 5.0, 2)]
-    ratio = epsilon_of(events, DELTA, accountant).epsilon / by_library(accountant, events)
+    ratio = epsilon_of(events, DELTA, accountant).epsilon / directly(accountant, *events).get_epsilon(DELTA)
     assert 1 - 1e-9 <= ratio <= 1 + (1e-6 if accountant == "rdp" else 1e-3)
 
 
@@ -181,3 +182,63 @@ assert logging.getLogger().handlers == []
 def test_extreme_noise_has_a_cost(accountant, q, z):
     epsilon = epsilon_of([event(q, z)], DELTA, accountant).epsilon
     assert epsilon > 1e9 if z < 1 else epsilon < 1e-3
+
+
+def test_the_orders_are_those_of_dp_accounting():
+    np.testing.assert_array_equal(ORDERS, rdp.RdpAccountant().orders)
+
+
+def settings(num, *, seed, z, counts):
+    """(event, delta) with rdp epsilon <= 100: q log-uniform from 1e-4, and every fifth time 1."""
+    generator, drawn = np.random.default_rng(seed), []
+    while len(drawn) < num:
+        q = 1.0 if len(drawn) % 5 == 0 else float(np.exp(generator.uniform(np.log(1e-4), np.log(0.5))))
+        event = SubsampledGaussian(
+            noise_multiplier=float(np.exp(generator.uniform(*np.log(z)))),
+            sampling_probability=q,
+            count=int(np.exp(generator.uniform(*np.log(counts)))),
+        )
+        delta = float(np.exp(generator.uniform(np.log(1e-9), np.log(1e-3))))
+        if epsilon_of([event], delta, "rdp").epsilon <= PLD_LIMIT:
+            drawn.append((event, delta))
+    return drawn
+
+
+@QUIET
+@NUM_SETTINGS
+def test_rdp_agrees_with_dp_accounting_in_random_settings(num):
+    for event, delta in settings(num, seed=0, z=(0.4, 20), counts=(1, 5000)):
+        ours, theirs = epsilon_of([event], delta, "rdp").epsilon, directly("rdp", event).get_epsilon(delta)
+        assert ours == pytest.approx(theirs, rel=1e-6), (event, delta)
+
+
+# The direct call is very slow for a plain Gaussian with little noise, so z is not small here.
+@QUIET
+@NUM_SETTINGS
+def test_pld_agrees_with_dp_accounting_in_random_settings_and_is_never_below_it(num):
+    for event, delta in settings(num, seed=1, z=(2.0, 20), counts=(1, 60)):
+        ours, theirs = epsilon_of([event], delta, "pld").epsilon, directly("pld", event).get_epsilon(delta)
+        assert ours == pytest.approx(theirs, rel=1e-3), (event, delta)
+        # Both have masses that are differences of divergences, rounded at 1e-16, tens of thousands of them.
+        assert ours >= theirs - 1e-9, (event, delta)
+
+
+@QUIET
+@pytest.mark.parametrize(
+    ("accountant", "num", "rel"),
+    [
+        ("rdp", 3, 1e-6),
+        ("pld", 1, 1e-3),
+        pytest.param("rdp", 20, 1e-6, marks=pytest.mark.slow),
+        pytest.param("pld", 6, 1e-3, marks=pytest.mark.slow),
+    ],
+)
+def test_calibrated_noise_meets_the_target_by_the_library(accountant, num, rel):
+    generator = np.random.default_rng(2)
+    for target in np.exp(generator.uniform(np.log(0.2), np.log(10), num)).tolist():
+        q, steps = float(np.exp(generator.uniform(np.log(1e-3), np.log(0.2)))), int(generator.integers(1, 300))
+        z = noise_multiplier_for(target, 1e-5, sampling_probability=q, steps=steps, accountant=accountant)
+        event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
+        direct = directly(accountant, event).get_epsilon(1e-5)
+        # Their sums of the same terms are rounded in another order.
+        assert target * (1 - rel) <= direct <= target * (1 + 1e-12), (target, q, steps)

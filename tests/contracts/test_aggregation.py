@@ -1,7 +1,5 @@
 """The contract of every aggregation rule: fixed points, independence of client order, exact averages of products."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

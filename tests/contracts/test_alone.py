@@ -1,7 +1,5 @@
 """A simulation, whose records share passes, equals a node, where each has its own, up to rounding."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

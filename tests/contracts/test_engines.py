@@ -1,7 +1,5 @@
 """Engines differ only in speed: stacked or on Ray, every client gets the same result as when trained alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """A simulation that leaves out the masks ends with the same bits as one with the whole protocol, in every engine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,17 +1,16 @@
-"""The contract of every mechanism in the registry, and of one defined by these tests alone, outside the library."""
+"""The contract of every mechanism in the registry, and of one that stands here alone, outside of the library."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from dp_accounting import pld
 from scipy import stats
 
 from fedpriv.config import BY_RECIPE, parse
@@ -23,26 +22,110 @@ from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.privacy.accounting.calibration import calibrate
 from fedpriv.privacy.accounting.events import EVENTS, from_json, group, to_json
+from fedpriv.privacy.accounting.law import Event, Unit, check_non_negative
 from fedpriv.privacy.accounting.lmo_distribution import Columns
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
-from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource, laplace_from_words, on_grid
 from server.observer import LogObserver
 from simulations.engines import federation
-from tests.contracts.laplace import Laplace, SubsampledLaplace
 
 LMO = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 1.0, "high": 3.0}}'
 PUBLISHED = json.dumps({**json.loads(LMO), "accounting": "published"})
 FALSE_ALARM = 1e-6
 DELTA = 1e-5
-
 PLAIN = UpdateSpec.of(parse({"recipe": "dp-lora-paper"}))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class SubsampledLaplace(Event):
+    """Laplace noise with scale `noise_multiplier` times the L1 sensitivity, on a Poisson sample."""
+
+    noise_multiplier: float
+    sampling_probability: float
+    count: int = 1
+    unit: Unit = "record"
+
+    has_pld = True
+
+    def __post_init__(self):
+        check_non_negative("noise_multiplier", self.noise_multiplier)
+        super().__post_init__()
+
+    @property
+    def _epsilon(self):
+        """Epsilon of one release: 1 / z, amplified by sampling (Balle, Barthe and Gaboardi 2018, Theorem 8)."""
+        return math.log1p(self.sampling_probability * math.expm1(1 / self.noise_multiplier))
+
+    def rdp(self, orders):
+        """The curve of randomised response, which dominates every epsilon-DP mechanism."""
+        orders, epsilon = np.asarray(orders, dtype=float), self._epsilon
+        log_p = -np.log1p(np.exp(-epsilon))
+        return self.count * (log_p + np.logaddexp((orders - 1) * epsilon, -orders * epsilon)) / (orders - 1)
+
+    def pld(self, value_interval):
+        parameters = pld.common.DifferentialPrivacyParameters(self._epsilon, 0.0)
+        single = pld.privacy_loss_distribution.from_privacy_parameters(parameters, value_interval)
+        return single.self_compose(self.count)
+
+    def with_noise(self, factor):
+        return SubsampledLaplace(
+            noise_multiplier=factor * self.noise_multiplier,
+            sampling_probability=self.sampling_probability,
+            count=self.count,
+            unit=self.unit,
+        )
+
+    @property
+    def effective_noise_multiplier(self):
+        """That of the Gaussian with the same ratio of variance to squared sensitivity."""
+        return math.sqrt(2) * self.noise_multiplier
+
+    @property
+    def max_loss(self):
+        return self.count * self._epsilon
+
+
+class Laplace:
+    """Laplace noise of scale z C on every coordinate; one record changes the sum by at most sqrt(d) factor C in L1."""
+
+    parameters_hint = ""
+    noise_adds_up = False
+    cost_depends_on_dimension = True
+
+    def checked(self, parameters, noise_multiplier):
+        if parameters or noise_multiplier == 0:
+            raise InputError(f"mechanism_parameters = {parameters!r}: laplace takes none, and needs noise")
+        return ""
+
+    def caveat(self, parameters):
+        return ""
+
+    def planned_events(self, request):
+        self.checked(request.parameters, request.noise_multiplier)
+        l1_factor = math.sqrt(request.dimension) * request.sensitivity_factor
+        return [
+            SubsampledLaplace(
+                noise_multiplier=request.noise_multiplier / l1_factor,
+                sampling_probability=probability,
+                count=request.count,
+                unit=request.unit,
+            )
+            for probability in request.sampling_probabilities
+        ]
+
+    def add_noise(self, sums, request, sources):
+        request.check_fits(sums, sources)
+        scale = request.noise_multiplier * request.clip_norm
+        noise = np.stack([laplace_from_words(source.words(request.dimension)) for source in sources])
+        noised = on_grid(torch.from_numpy(noise).mul_(scale).add_(sums), scale)
+        return noised.to(sums.dtype), self.planned_events(request)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Example:
     """How to use a mechanism here: valid and invalid parameters, and the distribution of its noise for z = C = 1."""
 
@@ -100,7 +183,7 @@ def test_the_planned_event_is_the_returned_event(name):
         assert returned == planned
         assert [event.sampling_probability for event in planned] == list(probabilities)
         assert {(event.unit, event.count) for event in planned} == {(unit, 1)}
-        several = MECHANISMS[name].planned_events(dataclasses.replace(request, count=7))
+        several = MECHANISMS[name].planned_events(replace(request, count=7))
         assert several == [event.with_count(7) for event in planned]
 
 
@@ -143,6 +226,7 @@ def test_each_client_gets_noise_from_its_own_source(name):
     [
         ({"clip_norm": 0.0}, "clip_norm = 0.0"),
         ({"clip_norm": math.nan}, "clip_norm = nan"),
+        ({"clip_norm": math.inf}, "clip_norm = inf"),
         ({"sensitivity_factor": 0.5}, "sensitivity_factor = 0.5"),
         ({"sampling_probabilities": (0.1, 0.2)}, "1 sums, 2 sampling probabilities and 1 sources"),
         ({"sampling_probabilities": (1.5,)}, "sampling_probability = 1.5"),
@@ -175,7 +259,7 @@ def test_the_properties_of_a_mechanism_are_those_of_its_event(name):
 
 
 def test_unproven_accounting_is_a_caveat_of_both_mechanism_and_event():
-    request = dataclasses.replace(request_for("lmo", 50), parameters=PUBLISHED)
+    request = replace(request_for("lmo", 50), parameters=PUBLISHED)
     (event,) = MECHANISMS["lmo"].planned_events(request)
     assert event.caveat == MECHANISMS["lmo"].caveat(PUBLISHED) != ""
 
@@ -261,14 +345,8 @@ def test_calibration_meets_a_target_with_every_mechanism(name):
 
 def values_of(small_run, name, **changes):
     example = EXAMPLES[name]
-    return {
-        **small_run,
-        "mechanism": name,
-        "mechanism_parameters": example.parameters,
-        "noise_multiplier": example.noise_multiplier,
-        "rounds": 1,
-        **changes,
-    }
+    noise = {"mechanism_parameters": example.parameters, "noise_multiplier": example.noise_multiplier}
+    return {**small_run, "mechanism": name, **noise, "rounds": 1, **changes}
 
 
 def test_a_run_charges_the_planned_event_to_every_ledger(small_run, tmp_path, name):
@@ -308,12 +386,7 @@ def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
 def test_a_noise_multiplier_out_of_range_is_refused_before_anything_is_planned(multiplier):
     with pytest.raises(InputError, match="noise_multiplier = "):
         MECHANISMS["lmo"].checked(LMO, multiplier)
-    spec = dataclasses.replace(
-        PLAIN,
-        mechanism="lmo",
-        mechanism_parameters=LMO,
-        noise_multiplier=multiplier,
-    )
+    spec = replace(PLAIN, mechanism="lmo", mechanism_parameters=LMO, noise_multiplier=multiplier)
     with pytest.raises(_charging.RefusedError, match="noise_multiplier = "):
         _guard.check_instruction(
             spec, _charging.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
@@ -325,7 +398,7 @@ def test_an_unknown_mechanism_is_refused_by_config_and_guard():
         InputError, match="mechanism = 'quantum': must be one of gaussian, discrete-gaussian, lmo, laplace"
     ):
         parse({"mechanism": "quantum"})
-    spec = dataclasses.replace(PLAIN, mechanism="quantum")
+    spec = replace(PLAIN, mechanism="quantum")
     with pytest.raises(_charging.RefusedError, match="mechanism = 'quantum': must be one of"):
         _guard.check_instruction(
             spec, _charging.NodePolicy(allow_unrecorded=True), noise_source="secure", num_registered=100
@@ -343,7 +416,7 @@ def test_a_node_charges_no_event_that_protects_nobody_whatever_its_mechanism_say
     policy = _charging.NodePolicy(ledger=tmp_path / "ledger.sqlite")
     data_set = _charging.registered_data_set(policy, "0", 100)
     key = Key(run="r", client="0", round=1, request="digest")
-    published = dataclasses.replace(request_for("lmo", 50), parameters=PUBLISHED)
+    published = replace(request_for("lmo", 50), parameters=PUBLISHED)
     for event, message in (
         (event_of("gaussian", noise_multiplier=5e-324), "its effective value is 0"),
         (MECHANISMS["lmo"].planned_events(published)[0], "no privacy guarantee"),
@@ -366,7 +439,7 @@ def test_a_node_charges_no_event_that_protects_nobody_whatever_its_mechanism_say
     ids=["long", "nested", "text", "digits", "brackets"],
 )
 def test_parameters_of_a_hostile_coordinator_are_refused_in_one_short_line(parameters):
-    spec = dataclasses.replace(PLAIN, mechanism="lmo", mechanism_parameters=parameters)
+    spec = replace(PLAIN, mechanism="lmo", mechanism_parameters=parameters)
     policy = _charging.NodePolicy(allow_unrecorded=True)
     with pytest.raises(_charging.RefusedError) as refusal:
         _guard.check_instruction(spec, policy, noise_source="secure", num_registered=100)

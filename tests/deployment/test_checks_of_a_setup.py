@@ -10,11 +10,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from clients.deploy import doctor, separate_users
+from fedpriv.files import User, can_read
 from fedpriv.operate import checks
 from fedpriv.operate.checks import Check
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.privacy.ledger.users import User, can_read
 from server.deploy import certificates
 from simulations.sites import free_port
 from tests.deployment.tls_server import serving

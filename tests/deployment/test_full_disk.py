@@ -21,7 +21,7 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import REGISTER, TRAIN, Request, Response, ask
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
-from fedpriv.operate.logs import Log
+from fedpriv.operate.flower import Log
 from simulations.sites import wait_until
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from fedpriv.operate import logs
-from fedpriv.operate.logs import Log
+from fedpriv.operate import flower
+from fedpriv.operate.flower import Log
 
 
 def test_a_line_gets_its_time_and_a_blank_one_is_left_out():
@@ -25,7 +25,7 @@ def test_a_line_gets_its_time_and_a_blank_one_is_left_out():
 
 
 def test_a_file_holds_the_same_without_colours_and_rotates(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "_FILE_BYTES", 2000)
+    monkeypatch.setattr(flower, "_FILE_BYTES", 2000)
     shown: list[str] = []
     log = Log(shown.append, tmp_path / "node.log")
     for number in range(200):

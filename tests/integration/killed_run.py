@@ -3,8 +3,6 @@
 One process loads everything once and forks: every child is a process of its own on real files, killed by SIGKILL.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -34,9 +32,8 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import from_json
 from fedpriv.privacy.accounting.views import Release, rho_bar
 from fedpriv.privacy.ledger.entries import CHARGED, RELEASED
-from fedpriv.privacy.ledger.holders import path_of
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.privacy.ledger.reader import reading, verify_with_head
+from fedpriv.privacy.ledger.reader import path_of, reading, verify_with_head
 from server.observer import LogObserver
 from simulations.engines import federation
 from simulations.engines.flower_private import task_identity

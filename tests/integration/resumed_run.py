@@ -5,8 +5,6 @@ computing, so instants that are even over time would hardly ever fall into a cha
 random instant of the phase that was hit least so far, one of them being the run as a whole.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Five holders train the head of an image classifier: a federation of a module of one's own, with and without noise."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -47,22 +45,12 @@ def test_digits_are_recognised_without_noise_and_privately(tmp_path):
         module = Classifier(public[0])
         return OwnModel(module, lambda b: F.cross_entropy(module(b[0]), b[1], reduction="none"), public, rows=64)
 
-    result = run(
-        model=build,
-        data=[(x[begin:end], y[begin:end]) for begin, end in pairwise(ENDS)],
-        test_data=test,
-        simulate=True,  # the same figures each time; a run without noise follows
-        target_epsilon=4.0,
-        delta=1e-5,
-        rounds=30,
-        local_steps=1,
-        sampling_probability=0.25,
-        learning_rate=100.0,
-        server_optimizer="momentum",
-        evaluate_every=10,
-        out=tmp_path / "run",
-        progress=False,
-    )
+    data = [(x[begin:end], y[begin:end]) for begin, end in pairwise(ENDS)]
+    steps = {"rounds": 30, "local_steps": 1, "sampling_probability": 0.25, "learning_rate": 100.0}
+    steps |= {"server_optimizer": "momentum", "evaluate_every": 10}
+    # Simulated: the same figures each time, and a run without noise follows.
+    private = {"simulate": True, "target_epsilon": 4.0, "delta": 1e-5}
+    result = run(model=build, data=data, test_data=test, **steps, **private, out=tmp_path / "run", progress=False)
     plain, private = result.summary["accuracy_non_private"], result.summary["accuracy"]
     fits = [LogisticRegression(C=c, max_iter=300).fit(x[:4000].flatten(1), y[:4000]) for c in (0.01, 0.03, 0.1)]
     outside = max(fits, key=lambda fit: fit.score(public[0].flatten(1), public[1]))

@@ -1,14 +1,20 @@
-"""Killed with SIGKILL at random instants, a run loses no entry, leaves no release uncharged, and its chains verify."""
-
-from __future__ import annotations
+"""Killed by SIGKILL, a run loses no entry, leaves no release uncharged, and counts as interrupted at once."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import tomli_w
+
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.runs._folder import RunFolder
+from fedpriv.runs._status import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,3 +31,46 @@ def test_no_kill_loses_an_entry_or_leaves_a_release_uncharged(small_run, tmp_pat
     result = json.loads(done.stdout.splitlines()[-1])
     for kind in ("whole_run", "one_node"):
         assert result[kind]["replies"] > kills, "the kills hit runs at work"
+
+
+def killed_when(has_come: Callable[[], bool], folder: Path, *arguments: str) -> None:
+    """Start a run, and kill it by SIGKILL once that is so; until then, it is running."""
+    command = [sys.executable, "-m", "simulations", "run", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 300
+        while not has_come():
+            assert process.poll() is None, "the run ended by itself, nothing would be tested"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        found = status_of(RunFolder(folder))
+        assert (found.state, found.is_alive) == ("running", True)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_interrupted_at_once_and_running_again_once_it_is_resumed(
+    tmp_path: Path, small_run: Mapping[str, object]
+) -> None:
+    folder, ledger, config = tmp_path / "run", tmp_path / "ledgers" / "all.sqlite", tmp_path / "run.toml"
+    config.write_text(tomli_w.dumps({**small_run, "rounds": 20, "comparison": True, "ledger": str(ledger)}))
+    comparison = folder / "comparison" / "rounds.csv"
+
+    killed_when(lambda: (folder / "checkpoint" / "round-000003").is_dir(), folder, str(config), "--out", str(folder))
+    found = status_of(RunFolder(folder))
+    assert (found.state, found.is_alive) == ("interrupted", False)
+    assert found.seconds_since_change < 60 < found.round_seconds
+    assert found.resume_command is not None
+
+    def compares() -> bool:
+        if comparison.is_file():
+            Ledger(ledger).close()  # nobody holds the lock any more, so it would not tell
+        return comparison.is_file()
+
+    killed_when(compares, folder, "--resume", str(folder))
+    assert status_of(RunFolder(folder)).state == "interrupted"
+
+    subprocess.run([sys.executable, "-m", "simulations", "run", "--resume", str(folder)], cwd=ROOT, check=True)
+    assert status_of(RunFolder(folder)).state == "finished"

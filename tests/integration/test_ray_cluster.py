@@ -1,7 +1,5 @@
 """A Ray cluster of two nodes gives the results of one machine; both are on loopback, with small object stores."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Killed at random instants and resumed, a run ends as if nobody had killed it, and every release is paid for."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -24,10 +22,7 @@ KINDS = {
     "seeded": IN_PROCESS,
     "seeded-flora": IN_PROCESS | FLORA,
     "seeded-cmfl": {
-        "engine": "stacked",
-        "aggregation": "cmfl",
-        "relevance_threshold": 0.9,
-        "learning_rate": 0.05,
+        **{"engine": "stacked", "aggregation": "cmfl", "relevance_threshold": 0.9, "learning_rate": 0.05},
         "ledger": "yes",
     },
     "seeded-ledgers": IN_PROCESS | LEDGERS,
@@ -39,15 +34,8 @@ KINDS = {
 }
 # Of the seeded kinds together more than fifty.
 KILLS = {kind: 13 if kind.startswith("seeded") else 7 for kind in KINDS}
-ALWAYS = {
-    "charging",
-    "computing",
-    "aggregating",
-    "writing tables",
-    "writing the checkpoint",
-    "saving the results",
-    "the whole run",
-}
+ALWAYS = {"charging", "computing", "aggregating", "writing tables", "writing the checkpoint", "saving the results"}
+ALWAYS |= {"the whole run"}
 
 
 def kill_and_resume(values: dict[str, object], folder: Path, kills: int) -> None:

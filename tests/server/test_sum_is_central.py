@@ -14,7 +14,7 @@ from fedpriv.learning.adapters.pooling import BIAS_SCALE
 from fedpriv.learning.aggregation import _head_start as head_start
 from fedpriv.learning.training.local_update import UpdateSpec, trained_names
 from fedpriv.learning.training.rounds import RunSchedule, grid_of
-from fedpriv.privacy.mechanisms import grid
+from fedpriv.privacy.mechanisms import discrete_gaussian as grid
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
 from server.observer import LogObserver

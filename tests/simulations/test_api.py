@@ -1,7 +1,5 @@
 """Runs and sweeps from Python: the same as from the command line, typed, quiet on request, and refused in one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

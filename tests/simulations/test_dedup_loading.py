@@ -1,7 +1,5 @@
 """Serving is measured on what it says, within the memory that it says, and tells when cold is not cold."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections import OrderedDict

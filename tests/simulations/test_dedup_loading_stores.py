@@ -1,7 +1,5 @@
 """The benchmark of a given store, and one line from it, restore and verify for a store that cannot be used."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

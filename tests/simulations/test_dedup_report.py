@@ -1,7 +1,5 @@
 """The deduplication study's page: every table and figure from made-up lines, whatever of them is missing."""
 
-from __future__ import annotations
-
 import json
 import re
 from io import BytesIO

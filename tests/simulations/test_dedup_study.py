@@ -1,7 +1,5 @@
 """The deduplication study: its training releases what its events say, and its check sees a broken bound."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

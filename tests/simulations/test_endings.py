@@ -1,7 +1,5 @@
 """A run that ends too early says in one line where it is and how to go on, and what it wrote can be gone on with."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

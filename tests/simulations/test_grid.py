@@ -1,7 +1,5 @@
 """The in-process grid keeps Flower's manners: copies, one reply for each message, errors as replies."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

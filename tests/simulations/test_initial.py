@@ -1,7 +1,5 @@
 """`fedpriv init` writes a configuration that `config check` accepts and `run` runs."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,7 +1,5 @@
 """A federation of a module of one's own, through everything that a run of a language model goes through."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -295,16 +293,9 @@ def updates(records: list[TensorRecords], execute=execute_one_by_one) -> list[to
                     "simulate": True, "local_steps": 1, "sampling_probability": 1.0, "clip_norm": 0.1})  # fmt: skip
     spec = replace(UpdateSpec.of(config), learning_rate=1.0)
     federation = OwnFederation.of(build, {str(k): HOLDERS[0] for k in range(len(records))}, seed=0)
-    model = OwnWorkbench(config, federation).model
+    model, of_all = OwnWorkbench(config, federation).model, {"adapter": federation.initial, "spec": spec, "round": 1}
     tasks = [
-        UpdateTask(
-            adapter=federation.initial,
-            data=each,
-            spec=spec,
-            round=1,
-            sampler=spec.sampler(40, SeededSource(0, k)),
-            noise=SeededSource(0, k),
-        )
+        UpdateTask(data=each, sampler=spec.sampler(40, SeededSource(0, k)), noise=SeededSource(0, k), **of_all)
         for k, each in enumerate(records)
     ]
     found = execute(model, tasks)

@@ -1,7 +1,5 @@
 """Whole runs on the in-process engine: reproducible in `simulate`, complete on disk, marked for what they are."""
 
-from __future__ import annotations
-
 import csv
 import json
 import tomllib
@@ -13,13 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from transformers import (
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import fedpriv.learning.adapters
 from fedpriv.config import BY_RECIPE, parse
@@ -37,7 +29,7 @@ from server.summary import unmoved_tensors
 from simulations.engines import federation
 from tests.adversary.models import with_words
 from tests.marks import slow
-from tests.tiny import LABELS
+from tests.tiny import LABELS, llama_config
 
 SECURE = {"simulate": False, "public_data": True, "baselines": False, "rounds": 1}
 
@@ -223,14 +215,14 @@ def causal_folder(kind: str, tiny_bert: Path, folder: Path) -> Path:
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tiny_bert / name).read_bytes())
-    sizes = {"vocab_size": 21, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    ends = {"bos_token_id": 2, "eos_token_id": 3}
     torch.manual_seed(0)
     if kind == "llama":
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
-        config = LlamaConfig(**sizes, **heads, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
+        config = llama_config(21, num_hidden_layers=3, max_position_embeddings=64, **ends)
         LlamaForCausalLM(config).save_pretrained(folder)
     else:
-        GPT2LMHeadModel(GPT2Config(**sizes, n_embd=32, n_layer=3, n_head=4, n_positions=64)).save_pretrained(folder)
+        sizes = {"vocab_size": 21, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+        GPT2LMHeadModel(GPT2Config(**sizes, **ends)).save_pretrained(folder)
     return folder
 
 

@@ -1,7 +1,5 @@
 """The harness of the studies; and every published table, made again from the lines that are stored."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sweeps: what they run, that nothing finished is repeated, and what all runs cost together."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

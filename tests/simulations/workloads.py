@@ -1,7 +1,5 @@
 """Workloads for the benchmark of loading, in a module of their own, which the measured processes import."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -29,11 +29,11 @@ from types import FrameType
 from typing import NoReturn
 
 from fedpriv.errors import InputError
+from fedpriv.files import user_named
 from fedpriv.holder.vault._closing import Closing
 from fedpriv.holder.vault._ring import Ring, heard_by
 from fedpriv.holder.vault.settings import CLOSED, VaultSettings
 from fedpriv.holder.wire.frame import FAILED, REFUSED, FrameError, Request, Response, peer_uid, receive
-from fedpriv.privacy.ledger.users import user_named
 
 log = logging.getLogger(__name__)
 # Takes what is said of an answer after its charge.

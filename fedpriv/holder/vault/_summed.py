@@ -40,14 +40,12 @@ from fedpriv.holder.wire.frame import Request, Response
 from fedpriv.learning.adapters import Adapter
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, num_trained_values
 from fedpriv.learning.training.rounds import num_included
-from fedpriv.privacy.accounting.discrete_gaussian import MIN_STDDEV
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.views import Release, aggregate_objections, num_readers, smallest_aggregate_scales
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.receipts import from_text
-from fedpriv.privacy.mechanisms.discrete_gaussian import integers
+from fedpriv.privacy.mechanisms.discrete_gaussian import DEVIATIONS, MIN_STDDEV, RANGE_BITS, ClientGrid, integers
 from fedpriv.privacy.mechanisms.discrete_sampler import MAX_SIGMA
-from fedpriv.privacy.mechanisms.grid import DEVIATIONS, RANGE_BITS, ClientGrid
 
 log = logging.getLogger(__name__)
 

@@ -29,11 +29,10 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from fedpriv.errors import LedgerError
-from fedpriv.files import replace_file, sync_folder
+from fedpriv.files import owner_for, replace_file, sync_folder
 from fedpriv.privacy.ledger import head_file
 from fedpriv.privacy.ledger.entries import chained_digest
 from fedpriv.privacy.ledger.reader import NODE
-from fedpriv.privacy.ledger.users import owner_for
 from fedpriv.texts import printable
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from fedpriv.learning.training.independence import Tell
 from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.privacy.accounting.events import Event, Unit
 from fedpriv.privacy.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
-from fedpriv.privacy.mechanisms.grid import ClientGrid
+from fedpriv.privacy.mechanisms.discrete_gaussian import ClientGrid
 from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.privacy.mechanisms.sources import RandomSource
 

@@ -20,7 +20,7 @@ from fedpriv.learning.adapters import Adapter
 from fedpriv.learning.training._coordinates import Coordinates, scaled, trained_weights
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.privacy.accounting.recipe import client_weight
-from fedpriv.privacy.mechanisms.grid import SumGrid, largest_number_included, sum_grid
+from fedpriv.privacy.mechanisms.discrete_gaussian import SumGrid, largest_number_included, sum_grid
 
 
 @dataclass(frozen=True, kw_only=True)

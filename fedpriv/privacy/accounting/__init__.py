@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from fedpriv.privacy.accounting.events import Event as Event
     from fedpriv.privacy.accounting.events import PureEpsilon as PureEpsilon
     from fedpriv.privacy.accounting.events import SubsampledGaussian as SubsampledGaussian
-    from fedpriv.privacy.accounting.intervals import accuracy_from_counts as accuracy_from_counts
+    from fedpriv.privacy.accounting.gaussian import SummedGaussian as SummedGaussian
+    from fedpriv.privacy.accounting.gaussian import worst_other_holders as worst_other_holders
     from fedpriv.privacy.accounting.many_clients import epsilons as epsilons
     from fedpriv.privacy.accounting.risk import Risk as Risk
     from fedpriv.privacy.accounting.risk import RiskTarget as RiskTarget
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from fedpriv.privacy.accounting.sensitivity import clipping_parts as clipping_parts
     from fedpriv.privacy.accounting.sensitivity import num_parts as num_parts
     from fedpriv.privacy.accounting.sensitivity import sensitivity_factor as sensitivity_factor
-    from fedpriv.privacy.accounting.several_holders import SummedGaussian as SummedGaussian
-    from fedpriv.privacy.accounting.several_holders import worst_other_holders as worst_other_holders
     from fedpriv.privacy.accounting.trade_off import gaussian_epsilon as gaussian_epsilon
     from fedpriv.privacy.accounting.views import Release as Release
     from fedpriv.privacy.accounting.views import aggregate_objections as aggregate_objections

@@ -8,9 +8,9 @@ from functools import cache
 
 from scipy import optimize
 
-from fedpriv.privacy.accounting._gaussian import MAX_NOISE
 from fedpriv.privacy.accounting.accountants import check_delta, epsilon_of
 from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
+from fedpriv.privacy.accounting.gaussian import MAX_NOISE
 from fedpriv.privacy.accounting.law import Accountant
 from fedpriv.privacy.accounting.risk import RiskTarget
 from fedpriv.privacy.accounting.trade_off import gaussian_epsilon
@@ -173,9 +173,6 @@ def _smallest(excess: Callable[[float], float], *, start: float, tolerance: floa
         excess: of the cost of a z over the target; must not rise with z.
         start: some z, best near the result, > 0.
         tolerance: relative, > 0.
-
-    Raises:
-        ValueError: no z up to `MAX_NOISE` suffices.
     """
     excess = cache(excess)  # the search asks again about the ends of its bracket, and about the root
     low = high = start

@@ -1,13 +1,13 @@
 """Privacy events: each describes what releases of one kind cost. They convert to JSON, and unknown ones are refused.
 
-Here are Gaussian noise on a Poisson sample of the records, and releases of which only the cost is known.
+Here are releases of which only the cost is known; those of Gaussian and LMO noise have files of their own.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Self
@@ -15,95 +15,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.privacy.accounting._gaussian import MAX_NOISE, MIN_NOISE, composed_curve, composed_loss, sampled_curve
-from fedpriv.privacy.accounting.law import (
-    SMALLEST_DIVERGENCE,
-    Array,
-    check_non_negative,
-    check_probability,
-    short,
-)
+from fedpriv.privacy.accounting.gaussian import SubsampledGaussian as SubsampledGaussian
+from fedpriv.privacy.accounting.gaussian import SummedGaussian as SummedGaussian
+from fedpriv.privacy.accounting.law import Array, check_non_negative, check_probability, short
 from fedpriv.privacy.accounting.law import Event as Event
 from fedpriv.privacy.accounting.law import Unit as Unit
-from fedpriv.privacy.accounting.lmo_event import SubsampledLmo as SubsampledLmo
-from fedpriv.privacy.accounting.several_holders import SummedGaussian as SummedGaussian
+from fedpriv.privacy.accounting.lmo_renyi import SubsampledLmo as SubsampledLmo
 
-
-@dataclass(frozen=True, kw_only=True)
-class SubsampledGaussian(Event):
-    """`count` compositions of a Gaussian mechanism on a Poisson sample of the records.
-
-    Attributes:
-        noise_multiplier: z_eff >= 0, the standard deviation of the noise over the L2 sensitivity; 0 means no noise,
-            at infinite cost.
-        sampling_probability: q in [0, 1], with which each record is included, independently; 1 is the plain
-            Gaussian mechanism.
-        count: number of releases, >= 1.
-        unit: what is protected.
-
-    Raises:
-        ValueError: a value is out of range or not finite, or sampling is claimed for a whole client.
-    """
-
-    noise_multiplier: float
-    sampling_probability: float
-    count: int = 1
-    unit: Unit = "record"
-
-    has_pld: ClassVar[bool] = True
-    noise_adds_up: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_non_negative("noise_multiplier", self.noise_multiplier)
-        super().__post_init__()
-
-    def rdp(self, orders: npt.ArrayLike) -> Array:
-        """[orders] Renyi divergence of all releases; infinite without noise."""
-        return composed_curve(self.sampling_probability, self.noise_multiplier, self.count, orders)
-
-    def pld(self, value_interval: float) -> Any:
-        """The privacy loss distribution of all releases, built in the same steps as by dp-accounting's accountant."""
-        return composed_loss(self.sampling_probability, self._noise, self.count, value_interval)
-
-    def with_noise(self, factor: float) -> Self:
-        """The same releases with the noise multiplied by a factor."""
-        return type(self)(
-            noise_multiplier=factor * self.noise_multiplier,
-            sampling_probability=self.sampling_probability,
-            count=self.count,
-            unit=self.unit,
-        )
-
-    @classmethod
-    def rdp_of_many(cls, events: Sequence[Self], orders: npt.ArrayLike) -> Array:
-        """[events, orders] the curves; at a single order they are computed for a thousand events at a time."""
-        if np.size(orders) != 1:
-            return super().rdp_of_many(events, orders)
-        order = float(np.ravel(orders)[0])
-        q = np.array([event.sampling_probability for event in events])
-        blocks = np.array_split(q, 1 + len(q) // 1000)
-        curve = np.concatenate([sampled_curve(block, events[0]._noise, np.full(len(block), order)) for block in blocks])
-        floor = min(order / (2 * events[0]._noise ** 2), SMALLEST_DIVERGENCE)
-        return np.asarray([event.count for event in events] * np.maximum(curve, floor))[:, None]
-
-    @property
-    def effective_noise_multiplier(self) -> float:
-        """z_eff."""
-        return self.noise_multiplier
-
-    @property
-    def is_noised(self) -> bool:
-        """Whether z_eff is at least 1e-6, below which a release counts as one without noise."""
-        return self.noise_multiplier >= MIN_NOISE
-
-    @property
-    def loss_scale(self) -> float:
-        """q / z."""
-        return self.sampling_probability / max(self._noise, 1.0)
-
-    @property
-    def _noise(self) -> float:
-        return min(self.noise_multiplier, MAX_NOISE)
+_VERSION = 1
 
 
 class _StatedCost(Event):
@@ -211,8 +130,6 @@ def _stated_loss(epsilon: float, value_interval: float) -> Any:
     parameters = pld.common.DifferentialPrivacyParameters(epsilon, 0.0)
     return pld.privacy_loss_distribution.from_privacy_parameters(parameters, value_interval)
 
-
-_VERSION = 1
 
 # Every type of event, by its name in ledgers and messages. A new noise distribution adds a line here.
 EVENTS: dict[str, type[Event]] = {

@@ -87,7 +87,6 @@ class _Filter:
 
         Args:
             history: all events so far, of one unit, in any order.
-            event: that would follow.
             epsilon: finite, > 0.
             delta: in (0, 1).
         """
@@ -261,7 +260,6 @@ class CommittedPlans:
 
         Args:
             history: all events so far, in the order in which they were charged.
-            event: that would follow.
             epsilon: finite, > 0.
             delta: in (0, 1).
         """

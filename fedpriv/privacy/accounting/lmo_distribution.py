@@ -25,6 +25,13 @@ from fedpriv.privacy.accounting.lmo_parameters import (
     UniformPart,
 )
 
+# Trapezoidal rule in log x: for analytic integrands that vanish at both ends, its error falls exponentially in the
+# number of nodes. The range starts where the part below is e^-45 of the whole, and ends where M is e^-45.
+_NODES, _NEGLIGIBLE = 1001, 45.0
+
+# log x of the largest float, minus some margin for powers.
+_LARGEST_LOG = 690.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
@@ -35,9 +42,6 @@ class Columns:
     Attributes:
         combination: `mixture` or `linear`.
         weights: [3, ...] of the Gamma, Exponential and Uniform part; those of a mixture sum to exactly one.
-        shape, scale: of the Gamma part.
-        rate: of the Exponential part.
-        low, high: of the Uniform part.
     """
 
     combination: Combination
@@ -245,14 +249,6 @@ def _tilted_uniform(t: Array, low: Array, high: Array) -> tuple[Array, Array]:
 
 def _aligned(weights: Array, ndim: int) -> Array:
     return weights.reshape(weights.shape + (1,) * (ndim + 1 - weights.ndim))
-
-
-# Trapezoidal rule in log x: for analytic integrands that vanish at both ends, its error falls exponentially in the
-# number of nodes. The range starts where the part below is e^-45 of the whole, and ends where M is e^-45.
-_NODES, _NEGLIGIBLE = 1001, 45.0
-
-# log x of the largest float, minus some margin for powers.
-_LARGEST_LOG = 690.0
 
 
 def _log_size(candidates: Columns, log_tail: npt.ArrayLike) -> Array:

@@ -1,4 +1,4 @@
-"""Renyi divergences of LMO noise: as published, for a scalar, and sound, for a vector with an L2 bound.
+"""The cost of LMO noise: its event, and Renyi divergences, as published, for a scalar, and sound, for a vector.
 
 Let u be the random inverse scale, M its moment generating function, s the distance by which one record moves a
 coordinate (in units of the clip norm, by which the noise is scaled), and
@@ -23,27 +23,39 @@ where the expectation increases with s, so its value at the end of the cell give
 the lowest line of that slope above all lifted points bounds the envelope, so an inexact minimum over slopes is still a
 bound.
 
-Under Poisson sampling, `sampled_curve` uses a bound that needs only the noise's own curve. `theorem_4_2` and
-`equation_1` are formulas of the LMO-DP paper that do not hold; they are kept for reproduction, and nothing uses them.
+Under Poisson sampling, `sampled_curve` uses a bound that needs only the noise's own curve.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
 from fedpriv.errors import InputError
-from fedpriv.privacy.accounting.law import Array
+from fedpriv.privacy.accounting.law import SMALLEST_DIVERGENCE, Array, Event, Unit, check_non_negative, short
 from fedpriv.privacy.accounting.lmo_distribution import Columns
-from fedpriv.privacy.accounting.lmo_parameters import LmoAccounting
+from fedpriv.privacy.accounting.lmo_parameters import LmoAccounting, LmoParameters
+
+PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradient"
+
+# The Renyi order at which the noise is compared with Gaussian noise.
+_COMPARED_AT = 8
 
 # Grid points of the envelope, from where G is a parabola to within 1e-5 up to the sensitivity; the result is then about
 # 1e-5 too large.
 _POINTS = 4096
 _SMALLEST_STEP = 1e-5
+
+# Grid points of the sound curve under sampling, which needs all integer orders; the difference of 2e-4 is negligible
+# next to its factor 3.
+_FEWER_POINTS = 512
 
 _BISECTIONS = 48
 
@@ -52,6 +64,111 @@ _SMALLEST_SENSITIVITY = 1e-9
 
 # Relative rounding error of a curve: near s = 0 the first-order terms of G cancel.
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsampledLmo(Event):
+    """`count` compositions of LMO noise, drawn for every coordinate, on a Poisson sample of the records.
+
+    Attributes:
+        parameters: of the noise, in units of the clip norm.
+        sensitivity: L2 sensitivity over the clip norm, finite and > 0: the clipping rule's factor.
+        dimension: how many coordinates are noised, >= 1.
+        sampling_probability: q in [0, 1], with which each record was included, independently.
+        accounting: `sound`, or `published`, which is no guarantee.
+        count: how many such releases, >= 1.
+        unit: what is protected.
+
+    Raises:
+        ValueError: a value is out of range or not finite, or a whole client is said to be sampled.
+    """
+
+    parameters: LmoParameters
+    sensitivity: float
+    dimension: int
+    sampling_probability: float
+    accounting: LmoAccounting = "sound"
+    count: int = 1
+    unit: Unit = "record"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parameters, LmoParameters):
+            raise ValueError(f"parameters = {short(self.parameters)}: must be LmoParameters")
+        check_non_negative("sensitivity", self.sensitivity)
+        if self.sensitivity == 0:
+            raise ValueError("sensitivity = 0: must be > 0")
+        if isinstance(self.dimension, bool) or not isinstance(self.dimension, int) or not 1 <= self.dimension <= 2**53:
+            raise ValueError(f"dimension = {short(self.dimension)}: must be a whole number >= 1")
+        if self.accounting not in get_args(LmoAccounting):
+            known = ", ".join(get_args(LmoAccounting))
+            raise ValueError(f"accounting = {short(self.accounting)}: must be one of {known}")
+        super().__post_init__()
+
+    def rdp(self, orders: npt.ArrayLike) -> Array:
+        """[orders] Renyi divergence of all releases, known at whole orders only."""
+        orders = np.asarray(orders, dtype=float)
+        if self.sampling_probability == 0:
+            return np.zeros(orders.shape)
+        is_whole = (orders >= 2) & (orders == np.floor(orders))
+        curve = np.full(orders.shape, math.inf)
+        curve[is_whole] = self._whole_orders(tuple(orders[is_whole].astype(int).tolist()))
+        return np.asarray(self.count * np.maximum(curve, SMALLEST_DIVERGENCE))
+
+    def _whole_orders(self, orders: tuple[int, ...]) -> Array:
+        noise = (self.parameters, self.accounting, self.dimension, self.sensitivity)
+        if self.sampling_probability == 1 or not orders:
+            return _unsampled(*noise, orders, sampled=False)
+        every = _unsampled(*noise, tuple(range(2, max(orders) + 1)), sampled=True)
+        return poisson_sampled(every, np.array(orders), self.sampling_probability)
+
+    def with_noise(self, factor: float) -> Self:
+        """The same noise for a sensitivity divided by the factor, which costs the same as the multiplied noise."""
+        return replace(self, sensitivity=self.sensitivity / factor)
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """That of the Gaussian noise with the same sound divergence at order 8, where a Gaussian has a / (2 z^2)."""
+        return _gaussian_equal(self.parameters, self.dimension, self.sensitivity)
+
+    @property
+    def caveat(self) -> str:
+        """The claim that `published` accounting leaves unproven; empty for `sound`."""
+        return PUBLISHED_CAVEAT if self.accounting == "published" else ""
+
+    def to_fields(self) -> dict[str, Any]:
+        """The event as plain values that JSON takes."""
+        return asdict(self) | {"parameters": self.parameters.to_dict()}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The event that `to_fields` described."""
+        values = dict(fields)
+        if "parameters" in values:
+            values["parameters"] = LmoParameters.from_dict(values["parameters"])
+        return cls(**values)
+
+
+# Clients of a federation differ in q alone, so that one curve without sampling serves thousands of events.
+@lru_cache(maxsize=256)
+def _unsampled(
+    parameters: LmoParameters,
+    accounting: LmoAccounting,
+    dimension: int,
+    sensitivity: float,
+    orders: tuple[int, ...],
+    *,
+    sampled: bool,
+) -> Array:
+    if not orders:
+        return np.empty(0)
+    of = Columns.of(parameters)
+    return _unsampled_curve(of, np.array(orders), accounting, dimension, sensitivity, sampled=sampled)
+
+
+@lru_cache(maxsize=1024)
+def _gaussian_equal(parameters: LmoParameters, dimension: int, sensitivity: float) -> float:
+    curve = sound(Columns.of(parameters), [_COMPARED_AT], dimension=dimension, sensitivity=sensitivity)
+    return math.sqrt(_COMPARED_AT / (2 * float(curve[..., 0])))
 
 
 def published(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
@@ -221,11 +338,6 @@ def _envelope(t: Array, y: Array, position: float, steepest: Array) -> Array:
     return best
 
 
-# Grid points of the sound curve under sampling, which needs all integer orders; the difference of 2e-4 is negligible
-# next to its factor 3.
-_FEWER_POINTS = 512
-
-
 def sampled_curve(
     candidates: Columns,
     orders: npt.NDArray[np.int64],
@@ -251,39 +363,21 @@ def sampled_curve(
         return np.zeros((*candidates.shape.shape, len(orders)))
     sampled = sampling_probability < 1
     every = np.arange(2, orders.max() + 1) if sampled else orders
-    curve = unsampled_curve(
-        candidates,
-        every,
-        accounting=accounting,
-        dimension=dimension,
-        sensitivity=sensitivity,
-        sampled=sampled,
-        points=points,
-    )
+    curve = _unsampled_curve(candidates, every, accounting, dimension, sensitivity, sampled=sampled, points=points)
     return poisson_sampled(curve, orders, sampling_probability) if sampled else curve
 
 
-def unsampled_curve(
+def _unsampled_curve(
     candidates: Columns,
     orders: npt.NDArray[np.int64],
-    *,
     accounting: LmoAccounting,
     dimension: float,
     sensitivity: float,
-    sampled: bool = False,
+    *,
+    sampled: bool,
     points: int | None = None,
 ) -> Array:
-    """[..., orders] Renyi divergence of one release of LMO noise on all records.
-
-    Args:
-        candidates: parameters, arrays of shape [...].
-        orders: integers >= 2.
-        accounting: `sound`, or `published`, which is no bound for a vector and does not use the dimension.
-        dimension: d >= 1, may be infinite.
-        sensitivity: C > 0, L2, in units of the clip norm.
-        sampled: whether `poisson_sampled` follows, for which a coarser grid is enough.
-        points: of the sound curve's grid; None chooses a number.
-    """
+    """[..., orders] Renyi divergence on all records; if `poisson_sampled` follows, a coarser grid is enough."""
     if accounting == "published":
         return published(candidates, orders, sensitivity)
     points = points or (_FEWER_POINTS if sampled else _POINTS)
@@ -316,40 +410,3 @@ def poisson_sampled(curve: Array, orders: npt.NDArray[np.int64], sampling_probab
     terms = np.where(each <= column, log_binomial + excess[..., None, :], -np.inf)
     sampled = np.logaddexp(0.0, special.logsumexp(terms, axis=-1)) / (orders - 1)
     return np.asarray(np.minimum(curve[..., orders - 2], sampled))
-
-
-def theorem_4_2(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
-    """[orders] The paper's Renyi divergence for a query of sensitivity C. Too small for C > 1: not a guarantee.
-
-    At C = 1 it equals the `published` curve. Its proof integrates the density of Laplace(1, b), shifted by 1, over the
-    intervals of a shift by C; at C = 0 it is not zero.
-
-    Args:
-        candidates: parameters, arrays of shape [].
-        orders: a > 1.
-        sensitivity: C >= 0.
-
-    Source: Yang et al., Theorem 4.2, Eq. 4.
-    """
-    a, c = checked_orders(orders), sensitivity
-    moments = (
-        a / (2 * a - 1) * np.exp(candidates.log_mgf(a - 1))
-        + np.exp(candidates.log_mgf(1 - c - a)) / 2
-        + np.exp(candidates.log_mgf((1 - 2 * c) * a + (c - 1))) / (2 * (1 - 2 * a))
-    )
-    return np.asarray(np.log(moments) / (a - 1))
-
-
-def equation_1(curve: Array, orders: npt.ArrayLike, delta: float) -> Array:
-    """[orders] The paper's conversion to epsilon at every order, as printed: log((log(1/delta) + eps_a) / a).
-
-    This is the logarithm of an epsilon, and is negative at large orders however small the noise: not a guarantee.
-
-    Args:
-        curve: [orders] Renyi divergences.
-        orders: a > 1.
-        delta: in (0, 1).
-
-    Source: Yang et al., Eq. 1, of which the smallest counts; its Algorithm 3, line 19, takes the largest.
-    """
-    return np.asarray(np.log((math.log(1 / delta) + curve) / checked_orders(orders)))

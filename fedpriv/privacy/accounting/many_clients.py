@@ -53,6 +53,9 @@ _MOST_SETS = 64
 
 _Rows = npt.NDArray[np.intp]
 
+_Node = tuple[Event, float]  # one release, value discretization interval
+_Query = tuple[int, float]  # count, delta
+
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -204,9 +207,6 @@ def _to_epsilon(divergences: Array, orders: npt.ArrayLike, deltas: Array) -> Arr
 
 
 # --- pld ---
-
-_Node = tuple[Event, float]  # one release, value discretization interval
-_Query = tuple[int, float]  # count, delta
 
 
 def _by_pld(events: Sequence[Event], deltas: Array, workers: int) -> Array:

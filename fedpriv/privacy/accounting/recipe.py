@@ -198,7 +198,6 @@ def noise_per_step_length(
     """nu = z C sqrt(sum w_k^2) / (q sqrt(T) sum w_k N_k): the noise of a weight per unit of its total step.
 
     Args:
-        federation: of the rounds.
         noise_stddev: z C >= 0, of each client's noise in a sum of clipped gradients.
         sampling_probability: q in (0, 1].
         num_steps: T >= 1.

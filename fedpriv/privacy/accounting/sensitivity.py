@@ -57,7 +57,6 @@ def sensitivity_factor(rule: str, num_parts: int) -> float:
     convex over samples, so the subsampled accountant applies to it too.
 
     Args:
-        rule: the clipping rule.
         num_parts: number of parts that it clips, >= 1.
 
     Raises:
@@ -73,7 +72,6 @@ def num_parts(rule: str, *, num_tensors: int, head: bool) -> int:
     """The number of parts that a rule clips, from the number of tensors alone.
 
     Args:
-        rule: the clipping rule.
         num_tensors: number of trainable tensors, including a head's weight and bias, >= 1.
         head: whether a classification head is trained in addition to A and B.
 

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
-from fedpriv.privacy.accounting.several_holders import SummedGaussian
+from fedpriv.privacy.accounting.gaussian import SummedGaussian
 
 View = Literal["local", "rho", "aggregate"]
 VIEWS: tuple[View, ...] = get_args(View)
@@ -38,7 +38,7 @@ class Release:
             alone, where none was counted, as before fedpriv counted them.
         other_holders: (s_j, q_j) of each other holder in the sum at which a person may have records too: the most that
             the person moves its part by, over the same for this client, and its sampling probability; see
-            `several_holders.worst_other_holders`.
+            `gaussian.worst_other_holders`.
 
     Raises:
         ValueError: a value is out of range.
@@ -85,11 +85,7 @@ class Release:
         return self.event
 
     def _summed(self) -> Event:
-        """The event on the `aggregate` view of a person at other holders too.
-
-        Raises:
-            ValueError: the noise is not Gaussian, so that no mixture is known, or an other holder is out of range.
-        """
+        """The event on the `aggregate` view of a person at other holders too."""
         if not isinstance(self.event, SubsampledGaussian):
             raise ValueError(f"other_holders: what a sum costs with {type(self.event).__name__} is not known")
         return SummedGaussian(
@@ -180,7 +176,6 @@ def aggregate_scale(weights: Mapping[int, float], client: int, *, colluding: int
         weights: {client: v_j > 0} of the clients in the sum, including this one: what one clipped gradient, and noise
             of scale z C, count for in the sum, up to a common factor. That is rho_j / B_j with the expected batch size,
             or rho_j under the clipping rule `batch`.
-        client: the client whose records are protected.
         colluding: number of other clients assumed to collude with the server, >= 0.
     """
     others = sorted(weight for other, weight in weights.items() if other != client)
@@ -219,11 +214,7 @@ def least_readers(releases: Iterable[Release]) -> int | None:
 
 
 def readers_label(num_readers: int | None) -> str:
-    """The observers against whom the `aggregate` view protects, in words.
-
-    Args:
-        num_readers: as `least_readers` returns it.
-    """
+    """The observers against whom the `aggregate` view protects, in words."""
     if num_readers is None:
         return "the server and all other participants"
     if num_readers == 0:

@@ -137,7 +137,6 @@ class Accounts:
 
         Args:
             view: that holds for every client that released anything.
-            part: of the accounts.
         """
         costs = {client: cost for client, cost in self.final(view, part=part).items() if cost is not None}
         client = max(costs, key=lambda client: costs[client].epsilon)
@@ -205,7 +204,6 @@ class Accounts:
             planned: events on the `local` view.
             view: on which each release must have had at least `scale` times its own noise.
             scale: up to a billionth of it, for rounding.
-            part: of the account.
         """
         histories = self._histories(client, part)
         if any(history.smallest_scales[view] < scale * (1 - 1e-9) for history in histories):
@@ -223,11 +221,7 @@ class Accounts:
         return _events(self._histories(client, "whole"), view)
 
     def _histories(self, client: int, part: Part) -> list[_History]:
-        """Those of the client's releases; none where it has made none.
-
-        Raises:
-            KeyError: the client is not registered.
-        """
+        """Those of the client's releases; none where it has made none."""
         if client not in self.deltas:
             raise KeyError(client)
         parts = {"whole": (self._earlier, self._own), "this run": (self._own,), "before": (self._earlier,)}[part]

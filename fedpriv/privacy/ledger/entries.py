@@ -44,6 +44,27 @@ NOT_READ = "0" * 64
 BOUNDED = "bounded"
 PERMITTED, WITHDRAWN = "permitted", "withdrawn"
 
+_REGISTRATIONS = f"SELECT data_set, client, num_records, delta FROM entries WHERE phase = '{REGISTERED}'"
+_WITH_CONTENT = f"WHERE phase IN ('{CHANGED}', '{RELEASED}') AND note IS NOT NULL AND note != '{NOT_READ}'"
+
+# So small that a plan calibrated to the whole delta costs no more at what is left of it, to nine digits.
+_CLOCK_SHARE = 1e-9
+
+# A charge without an upload counts as it was charged: it may have been released. Of two scales the smaller counts, and
+# none if either is missing: a node signs the first one, nobody what a coordinator says of the round's end.
+_RELEASES = """
+    charged.event, coalesce(released.rho_bar, charged.rho_bar),
+        CASE WHEN released.number IS NULL THEN charged.aggregate_scale
+            ELSE min(charged.aggregate_scale, released.aggregate_scale) END,
+        coalesce(json_extract(charged.note, '$.num_readers'), 0),
+        coalesce(json_extract(charged.note, '$.other_holders'), '[]')
+    FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
+        AND released.run = charged.run AND released.client = charged.client
+        AND released.round = charged.round AND released.request = charged.request
+    WHERE charged.phase IN ('charged', 'recovered') AND charged.event IS NOT NULL
+"""
+_ON_DATA_SET = " AND charged.data_set = ?"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
@@ -51,8 +72,6 @@ class Key:
 
     Attributes:
         run: id of the run.
-        client: that releases.
-        round: of the run.
         request: SHA-256 of the requested adapter and specification, in hex.
     """
 
@@ -121,12 +140,7 @@ def chained_digest(previous: str, content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([previous, content], sort_keys=True).encode()).hexdigest()
 
 
-_REGISTRATIONS = f"SELECT data_set, client, num_records, delta FROM entries WHERE phase = '{REGISTERED}'"
-_WITH_CONTENT = f"WHERE phase IN ('{CHANGED}', '{RELEASED}') AND note IS NOT NULL AND note != '{NOT_READ}'"
 COLUMNS = tuple(field.name for field in fields(Entry))
-
-# So small that a plan calibrated to the whole delta costs no more at what is left of it, to nine digits.
-_CLOCK_SHARE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,22 +232,6 @@ def _release(event: str, rho_bar: float, scale: float | None, readers: int, hold
         num_readers=readers,
         other_holders=tuple((sensitivity, q) for sensitivity, q in json.loads(holders)),
     )
-
-
-# A charge without an upload counts as it was charged: it may have been released. Of two scales the smaller counts, and
-# none if either is missing: a node signs the first one, nobody what a coordinator says of the round's end.
-_RELEASES = """
-    charged.event, coalesce(released.rho_bar, charged.rho_bar),
-        CASE WHEN released.number IS NULL THEN charged.aggregate_scale
-            ELSE min(charged.aggregate_scale, released.aggregate_scale) END,
-        coalesce(json_extract(charged.note, '$.num_readers'), 0),
-        coalesce(json_extract(charged.note, '$.other_holders'), '[]')
-    FROM entries AS charged LEFT JOIN entries AS released ON released.phase = 'released'
-        AND released.run = charged.run AND released.client = charged.client
-        AND released.round = charged.round AND released.request = charged.request
-    WHERE charged.phase IN ('charged', 'recovered') AND charged.event IS NOT NULL
-"""
-_ON_DATA_SET = " AND charged.data_set = ?"
 
 
 class Queries:

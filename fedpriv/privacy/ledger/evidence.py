@@ -68,7 +68,6 @@ class Exhibit:
     """A ledger, and what its folder says of how its releases were made.
 
     Attributes:
-        ledger: the file.
         receipts: logs of what nodes have signed, which may be missing.
         registrations: {client: what its node registered, with the version of that statement}.
         config, environment, summary: of a run; empty for a ledger alone.

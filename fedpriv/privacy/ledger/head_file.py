@@ -113,8 +113,6 @@ def check(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
 
     Args:
         text: of the head; empty if there is none.
-        db: the ledger.
-        path: of the ledger.
         last: number of the ledger's last entry; 0 if it is empty.
 
     Raises:

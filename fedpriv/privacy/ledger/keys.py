@@ -26,8 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedpriv.errors import InputError
-from fedpriv.files import replace_file
-from fedpriv.privacy.ledger.users import User
+from fedpriv.files import User, replace_file
 
 Kind = Literal["ecdsa-sha2-nistp384", "ssh-ed25519"]
 """The type of a key, with which its public line begins."""
@@ -54,8 +53,6 @@ def make_key_pair(path: Path, kind: Kind = VAULT, *, owner: User | None = None, 
     Both are in OpenSSH's format. The private key comes first, and the public line follows from it.
 
     Args:
-        path: of the private key.
-        kind: of the pair.
         owner: whose files they become; None stands for the user of this process.
         replaces: whether an old pair, if there is one, is overwritten.
 
@@ -89,7 +86,6 @@ def read_public_line(path: Path, kind: Kind | None = VAULT) -> str:
     """The public line in a file, without a comment.
 
     Args:
-        path: of the file.
         kind: that the key must have; None accepts each.
 
     Raises:
@@ -173,7 +169,6 @@ def verify(public_line: str, message: bytes, signature: str) -> bool:
 
     Args:
         public_line: one line in OpenSSH's format, with or without a comment.
-        message: that was signed.
         signature: in base64.
     """
     key = _public_key(public_line)

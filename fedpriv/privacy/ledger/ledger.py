@@ -160,7 +160,6 @@ class Ledger(Queries):
         """Register a data set, which starts with nothing spent.
 
         Args:
-            client: the holder of the data set.
             num_records: N_k >= 1, constant from now on.
             delta: in (0, 1).
             data_set: its id, if another ledger has assigned one; None draws a random id.
@@ -192,7 +191,6 @@ class Ledger(Queries):
         """Record that the holder lets its own uploads of a run be published, or no longer does; the last entry counts.
 
         Args:
-            data_set: of the holder.
             run: id of the run.
             note: who said so, when and how.
             withdraw: whether this ends the permission.
@@ -248,7 +246,6 @@ class Ledger(Queries):
         """Charge releases that this ledger lacks, all or none of them; those that nobody knows retire their data set.
 
         Args:
-            missing: of each data set.
             reason: why the ledger lacks them, in the operator's words.
 
         Raises:
@@ -274,8 +271,6 @@ class Ledger(Queries):
         Replies of the run's earlier rounds are deleted: a server repeats a request only within the current round.
 
         Args:
-            key: of the charge.
-            content: of the reply.
             note: on the content of the data set, where the vault read its records for the reply.
 
         Raises:

@@ -3,11 +3,14 @@
 The ledger knows the holders of a deployment by number alone; their names are in other files of its folder. Such a name
 is for display, may change, and is what a holder says of itself, so it has no place in a chain of entries that never
 change. Anyone who reads it here is told that the chain does not cover it. A simulation's holders are named by its data.
+Their ledgers stand beside that of its server, and each is found by whose account it keeps.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sqlite3
 import tomllib
 from collections.abc import Iterator
@@ -18,7 +21,14 @@ from typing import Any
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.privacy.ledger import head_file
 from fedpriv.privacy.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry, LedgerConnection
-from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN
+from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN, head_path
+
+# Written by a run into its folder, and by the operator of a node into its own.
+REGISTRATIONS, CONFIG, NODE = "registrations.json", "config.toml", "vault.toml"
+LEDGER = "ledger.sqlite"
+_LONGEST_NAME = 100
+# Of the hash that names a holder's ledger.
+_DIGITS = 32
 
 
 @contextmanager
@@ -133,17 +143,10 @@ def as_ledger_errors(path: Path) -> Iterator[None]:
         raise LedgerError(f"{path}: {reason} ({error}); nothing is released") from None
 
 
-# Written by a run into its folder, and by the operator of a node into its own.
-REGISTRATIONS, CONFIG, NODE = "registrations.json", "config.toml", "vault.toml"
-LEDGER = "ledger.sqlite"
-_LONGEST_NAME = 100
-
-
 def holder_names(db: LedgerConnection, path: Path, run: Path | None) -> dict[str, str]:
     """{id of a data set: its holder's name} for a ledger.
 
     Args:
-        db: the ledger, open for reading.
         path: of the ledger, in whose folder names are looked for without a run.
         run: the folder of a run on this ledger, which knows them.
 
@@ -178,7 +181,6 @@ def names_in(folder: Path, data_sets: list[DataSet]) -> dict[str, str]:
 
     Args:
         folder: of a run, whose registrations name data sets; or of a node, whose ledger holds its own data alone.
-        data_sets: of the ledger.
     """
     found = dict(_registered(_values(folder / REGISTRATIONS)))
     node = _values(folder / NODE)
@@ -202,3 +204,55 @@ def _values(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def path_of(ledger: Path, account: str) -> Path:
+    """The ledger of a holder.
+
+    Args:
+        account: whose it is; see `fedpriv.learning.data.accounts`.
+    """
+    return _folder(ledger) / f"{hashlib.sha256(account.encode()).hexdigest()[:_DIGITS]}.sqlite"
+
+
+def _folder(ledger: Path) -> Path:
+    return Path(f"{ledger}.nodes")
+
+
+def carry_on(ledger: Path) -> None:
+    """Let ledgers that were found by number be found by name from now on.
+
+    Earlier versions found them by the number that a holder had in a run. Numbers change when others join or leave, so
+    such a ledger is carried on only where it is known whose it is.
+
+    Raises:
+        InputError: it is not known whose one of them is; says how to let it be known. Nothing was changed.
+        LedgerError: one of them cannot be read.
+    """
+    by_number = [path for path in sorted(_folder(ledger).glob("*.sqlite")) if re.fullmatch(r"\d{1,9}", path.stem)]
+    moves = [(path, path_of(ledger, _whose(path, ledger))) for path in by_number]
+    for path, new in moves:
+        # The ledger itself last: whatever a crash leaves behind is moved at the next start.
+        for old in (head_path(path), path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"), path):
+            if old.exists():
+                old.rename(new.with_name(old.name.replace(path.name, new.name, 1)))
+
+
+def _whose(path: Path, ledger: Path) -> str:
+    """The name of the only holder whose releases a ledger that was found by number can hold."""
+    with reading(path) as db:
+        data_set = db.data_set(None)
+        has_changed = data_set is not None and len(db.content_changes(data_set.id)) > 1
+    name = names_in(ledger.parent, [data_set]).get(data_set.id, "") if data_set else ""
+    if has_changed:
+        why = "its records changed, so more than one holder may have had this number"
+    elif not name or re.fullmatch(r"client[ -]\d+", name):
+        why = f"no {REGISTRATIONS} beside {ledger.name} names its holder; copy that of a run on this ledger there"
+    elif path_of(ledger, name).exists():
+        why = f"{name} has another account already"
+    else:
+        return name
+    raise InputError(
+        f"ledger {ledger}: {path} is of an earlier version, which found holders by number, and {why}; or begin a new "
+        "ledger, whose budgets leave out what was spent before"
+    )

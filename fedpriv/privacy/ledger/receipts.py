@@ -28,7 +28,7 @@ from typing import Any, Self
 from fedpriv.errors import InputError
 from fedpriv.files import sync_folder
 from fedpriv.privacy.accounting import events
-from fedpriv.privacy.accounting.several_holders import MAX_HOLDERS
+from fedpriv.privacy.accounting.gaussian import MAX_HOLDERS
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.entries import RECOVERED, DataSet, LedgerConnection
 from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN
@@ -40,6 +40,7 @@ FIELD = "receipt"
 # Keeps a signature of a receipt from standing for anything else that the vault's key signs.
 _PURPOSE = "fedpriv charge 1"
 
+_SQLITE = b"SQLite format 3\0"
 _MAX_CHARACTERS = 4000
 _OPTIONAL = "other_holders"
 _NUMBERS = {"counter", "round"}
@@ -203,7 +204,6 @@ class ReceiptLog:
     A journal is such a file too: its event `charged` holds the receipt in a field.
 
     Args:
-        path: of the file.
         may_create: whether `add` may make a file that is missing.
     """
 
@@ -265,15 +265,11 @@ class ReceiptLog:
             os.close(file)
 
 
-_SQLITE = b"SQLite format 3\0"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Missing:
     """The charges of a data set that a ledger lacks.
 
     Attributes:
-        data_set: that they were charged to.
         proven: links of another state of its chain, each under the node's signature or before one that is, in order.
         claimed: charges that a ledger among the sources has and nothing proves.
         unknown: digests of proven links of which nobody knows more.
@@ -319,7 +315,6 @@ def missing(db: LedgerConnection, sources: Iterable[Path], signers: Collection[s
     """The charges that each data set of a ledger lacks, by what these sources know.
 
     Args:
-        db: the ledger, open for reading.
         sources: logs of receipts, journals of the node and ledgers, in any order.
         signers: public lines of the keys that have signed for the node.
 

@@ -169,12 +169,6 @@ def gap_lines(*, adopted: Sequence[dict[str, Any]] = (), recovered: Sequence[dic
 def enforcement(db: LedgerConnection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
     """The rule that enforces the budget of a data set, and the share of it that is used, in words.
 
-    Args:
-        db: the ledger, open for reading.
-        data_set: of it.
-        epsilon: of the budget.
-        view: of the budget.
-
     Raises:
         ValueError: the ledger names a rule that this fedpriv does not know.
     """
@@ -189,7 +183,7 @@ def enforcement(db: LedgerConnection, data_set: DataSet | None, epsilon: float |
 def enforced(db: LedgerConnection, data_set: DataSet, epsilon: float, view: PlannedView) -> tuple[Rule, float]:
     """The rule that enforces the budget of a data set, and the share of it that is used, >= 0.
 
-    Arguments and errors as for `enforcement`.
+    Errors as for `enforcement`.
     """
     delta, history = data_set.delta_for_releases, db.releases(data_set.id)
     rule = filters.rule_in_force(db.bounds(data_set.id), epsilon, delta)
@@ -209,7 +203,6 @@ def spending(
     on the `local` one.
 
     Args:
-        db: the ledger, open for reading.
         names: {id of a data set: its holder's name}, where it is known.
         budget_epsilon: if given, `remaining_rounds` is added: the rounds like the last one that this budget still
             allows on the view. The risk of a data set with a filter is that of all that the largest budget lets pass,
@@ -287,10 +280,7 @@ def epsilon_spent(db: LedgerConnection, data_set: DataSet, view: PlannedView) ->
 
 
 def remaining_rounds(db: LedgerConnection, data_set: DataSet, epsilon: float, view: PlannedView) -> int | None:
-    """The rounds like the last one that a budget of a data set still allows; None before the first.
-
-    Arguments as for `enforcement`.
-    """
+    """The rounds like the last one that a budget of a data set still allows; None before the first."""
     in_order = [release.charged_on(view) for release in db.releases_in_order(data_set.id)]
     if not in_order:
         return None
@@ -317,8 +307,6 @@ def statement(
     """A privacy statement for each data set of a client: what `render` formats and `--json` prints.
 
     Args:
-        db: the ledger, open for reading.
-        path: of the ledger.
         client, names: as for `of_client`.
         view: `aggregate` also states what that view costs, and what it rests on.
 
@@ -377,8 +365,6 @@ def of_client(db: LedgerConnection, path: Path, client: str, names: Mapping[str,
     A name that a holder chose never stands for another client, and neither does a number that several had.
 
     Args:
-        db: the ledger, open for reading.
-        path: of the ledger.
         client: what it is registered as, its name, or its number in runs.
         names: {id of a data set: its holder's name}, where it is known.
 
@@ -546,9 +532,7 @@ def spending_frame(
     """The spending of each data set of a ledger, a row each, as `fedpriv ledger show` has it.
 
     Args:
-        path: of the ledger.
         budget_epsilon: > 0; adds `remaining_rounds`, the rounds like the last one that it still allows on the view.
-        view: of the budget.
         run: a run's folder that knows the holders' names; by default the ledger's own folder.
 
     Raises:
@@ -569,7 +553,6 @@ def statement_text(path: str | Path, client: str, *, view: PlannedView = "local"
     """The privacy statement of a client, one page of plain text for each of its data sets.
 
     Args:
-        path: of the ledger.
         client: its number, or the name of a holder that has it alone.
         view: `aggregate` also states what the releases cost where the server saw sums alone.
         run: a run's folder that knows the holders' names; by default the ledger's own folder.

@@ -1,13 +1,18 @@
-"""Exact discrete Gaussian noise on sums of clipped gradients that are rounded to a grid."""
+"""Exact discrete Gaussian noise on sums of clipped gradients, the grid on which they become integers, and its cost.
+
+Lemma. On integers, adding N_Z(0, sigma^2) to each of d coordinates has the law of adding N(0, sigma^2 - 9) and rounding
+each result to an integer at random, whatever the data, up to `max_divergence`. So whatever bounds the continuous
+mechanism, sampled or composed, bounds the discrete one. docs/appendices/discrete_gaussian.md has the proof.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InputError
-from fedpriv.privacy.accounting.discrete_gaussian import CHARGED_SHARE, MIN_STDDEV
 from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
 from fedpriv.privacy.mechanisms.discrete_sampler import MAX_SIGMA, discrete_gaussian
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
@@ -15,6 +20,22 @@ from fedpriv.privacy.mechanisms.sources import RandomSource
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# The variance of the random rounding. A larger one would cost more noise, a smaller one a larger divergence: 4 exp(-18
+# pi^2) is below 3e-77.
+_ROUNDING_VARIANCE = 9.0
+
+# Below this the mechanism is not used: the noise that is charged would be noticeably less than what is drawn.
+MIN_STDDEV = 2.0**10
+
+# sqrt(sigma^2 - 9) >= CHARGED_SHARE * sigma for every sigma >= MIN_STDDEV. One factor for all of them: if variances add
+# up, so does what is charged.
+CHARGED_SHARE = math.sqrt(1.0 - _ROUNDING_VARIANCE / MIN_STDDEV**2)
+
+# A sum stays within its range but for draws of so many standard deviations; a wrap costs accuracy, never privacy.
+DEVIATIONS = 10.0
+# Magnitudes of a sum are below 2^31 or, with 64 bits, 2^52: float64, in which sums are formed, holds integers so far.
+RANGE_BITS = {32: 31, 64: 52}
 
 # A grid of the mechanism's own choice gives the noise a standard deviation of 2^28 steps or more, less than twice as
 # much: then rounding adds a few parts in 10^7 to the sensitivity of 10^4 values, and sums of 2^30 gradients stay far
@@ -34,9 +55,8 @@ class _DiscreteGaussian:
 
     Rounding is part of the sensitivity, which is gamma factor C + sqrt(d) in steps of the grid: two neighbouring sums
     of d values are each rounded, by half a step at most. Clamping moves no two sums apart. The event is a subsampled
-    Gaussian: the discrete Gaussian is a random rounding of a continuous one of variance sigma^2 - 9
-    (`fedpriv.privacy.accounting.discrete_gaussian`). A noise multiplier of 0 adds nothing, and its event costs
-    infinity.
+    Gaussian: the discrete Gaussian is a random rounding of a continuous one of variance sigma^2 - 9. A noise multiplier
+    of 0 adds nothing, and its event costs infinity.
 
     Source: Canonne, Kamath and Steinke 2020, Section 2.
     """
@@ -142,11 +162,7 @@ def _charged_multiplier(request: NoiseRequest, client: int) -> float:
 
 
 def _stddev(request: NoiseRequest, grid: float) -> float:
-    """sigma = gamma z C, in steps.
-
-    Raises:
-        ValueError: it is less than 2^10 or more than 2^40, or NaN.
-    """
+    """sigma = gamma z C, in steps."""
     stddev = grid * (request.noise_multiplier * request.clip_norm)
     if not MIN_STDDEV <= stddev <= MAX_SIGMA:
         raise ValueError(
@@ -157,11 +173,7 @@ def _stddev(request: NoiseRequest, grid: float) -> float:
 
 
 def _grid(request: NoiseRequest, client: int) -> float:
-    """gamma: the client's, or the power of two that gives the noise 2^28 to 2^29 steps.
-
-    Raises:
-        ValueError: noise_multiplier is negative or not finite, or such that no power of two does.
-    """
+    """gamma: the client's, or the power of two that gives the noise 2^28 to 2^29 steps."""
     if request.grids:
         return request.grids[client]
     scale = request.noise_multiplier * request.clip_norm
@@ -183,3 +195,112 @@ def _largest(request: NoiseRequest, client: int) -> float:
 def _is_exact(grid: float) -> bool:
     """Whether products with the grid are exact, because it is a power of two."""
     return math.frexp(grid)[0] == 0.5
+
+
+def charged_stddev(sigma: float) -> float:
+    """sqrt(sigma^2 - 9): that of the continuous Gaussian of which N_Z(0, sigma^2) on integers is a random rounding.
+
+    Args:
+        sigma: finite, > 3, in steps of the grid.
+
+    Raises:
+        ValueError: sigma is out of range.
+    """
+    if not math.sqrt(_ROUNDING_VARIANCE) < sigma < math.inf:
+        raise ValueError(f"sigma = {sigma}: must be finite and > 3")
+    return math.sqrt(sigma**2 - _ROUNDING_VARIANCE)
+
+
+def max_divergence(dimension: int) -> float:
+    """The lemma's bound on |log| of the ratio of both laws' probabilities: 4 d exp(-18 pi^2), less than 3e-77 d.
+
+    T compositions count T times. An epsilon holds up to twice this, which no floating-point accountant can resolve.
+
+    Args:
+        dimension: d, number of coordinates, >= 1.
+    """
+    # The proof's bound exceeds this by a factor of 1 + 1e-76.
+    return 4.0 * dimension * math.exp(-2.0 * math.pi**2 * _ROUNDING_VARIANCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientGrid:
+    """The grid on which one client's sum becomes integers.
+
+    Attributes:
+        points: gamma c_k > 0, grid points per unit of the sum.
+        bound: > 0, largest magnitude of any value of the sum, in its units, to which it is clamped.
+    """
+
+    points: float
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumGrid:
+    """The grid on which all clients' sums become integers that can be added modulo 2^bits.
+
+    Attributes:
+        modulus_bits: m, 32 or 64.
+        exponent: gamma = 2^exponent, grid points per unit of a sum with scale 1.
+        scales: {client: c_k in (0, 1]}, public.
+        bounds: {client: largest magnitude of any value of its sum}, in units of the sum.
+    """
+
+    modulus_bits: int
+    exponent: int
+    scales: Mapping[int, float]
+    bounds: Mapping[int, float]
+
+    @property
+    def gamma(self) -> float:
+        """Grid points per unit of a sum with scale 1."""
+        return 2.0**self.exponent
+
+    def of(self, client: int) -> ClientGrid:
+        """The grid of one client."""
+        return ClientGrid(points=self.gamma * self.scales[client], bound=self.bounds[client])
+
+
+def sum_grid(
+    *, clip_norm: float, noise_multiplier: float, weights: Mapping[int, float], num_included: Mapping[int, float]
+) -> SumGrid:
+    """The finest grid of a power of two whose sums fit the modulus; 32 bits, or 64 where those leave too little noise.
+
+    gamma is the largest power of two with gamma C sum_k c_k n_k + 10 sqrt(sum_k sigma_k^2) below 2^31, where
+    sigma_k = gamma c_k z C; below 2^52 with 64 bits.
+
+    Args:
+        clip_norm: C > 0, units of the sums.
+        noise_multiplier: z >= 0, each client's noise over C.
+        weights: {client: v_k > 0}, what one unit of its sum counts for, up to a common factor.
+        num_included: {client: n_k}, how many vectors of norm C its sum has at most.
+    """
+    largest = max(weights.values())
+    scales = {client: weight / largest for client, weight in weights.items()}
+    per_step = clip_norm * (
+        math.fsum(scales[client] * num_included[client] for client in scales)
+        + DEVIATIONS * noise_multiplier * math.hypot(*scales.values())
+    )
+    smallest_noise = noise_multiplier * clip_norm * min(scales.values())
+    exponents = {bits: _largest_exponent(2.0 ** RANGE_BITS[bits] / per_step) for bits in RANGE_BITS}
+    bits = 32 if noise_multiplier == 0 or smallest_noise * 2.0 ** exponents[32] >= MIN_STDDEV else 64
+    return SumGrid(
+        modulus_bits=bits,
+        exponent=exponents[bits],
+        scales=scales,
+        bounds={client: clip_norm * num for client, num in num_included.items()},
+    )
+
+
+def largest_number_included(num_records: int, sampling_probability: float) -> float:
+    """n_k: N_k without sampling, else B_k + 10 sqrt(B_k), which a Poisson sample hardly ever exceeds."""
+    if sampling_probability == 1:
+        return float(num_records)
+    expected = sampling_probability * num_records
+    return min(float(num_records), expected + DEVIATIONS * math.sqrt(expected))
+
+
+def _largest_exponent(below: float) -> int:
+    """The largest e with 2^e < `below`."""
+    return math.ceil(math.log2(below)) - 1

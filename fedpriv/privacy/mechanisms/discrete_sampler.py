@@ -53,15 +53,11 @@ class _Staircase:
     """The cells above one half-curve: those wholly below it come first, then the others, the tail's, and spare ones.
 
     Attributes:
-        sigma: of the curve.
         width_bits: w, of a block of 2^w integers.
-        cell_height: the height of a cell.
         blocks: int16 [2^16], the block of each cell; 0 for the tail's and spare ones.
         levels: int64 [open], how many cells are below it in its block.
         num_inside: cells wholly below the curve.
         num_tail: cells of the tail.
-        tail_begin: the first integer of the tail.
-        tail_height: of its first stair.
     """
 
     sigma: float
@@ -84,7 +80,6 @@ def discrete_gaussian(sigma: float, num: int, source: RandomSource) -> Integers:
         sigma: the distribution's parameter, in [2^-10, 2^40], taken as the exact binary fraction that a float is; from
             1 on, it is the standard deviation up to 1e-6.
         num: number of values, >= 0.
-        source: of the words.
 
     Raises:
         ValueError: sigma is out of range.

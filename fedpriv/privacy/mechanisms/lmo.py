@@ -14,7 +14,6 @@ from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.events import Event, SubsampledLmo
 from fedpriv.privacy.accounting.law import Array
 from fedpriv.privacy.accounting.lmo_distribution import Columns
-from fedpriv.privacy.accounting.lmo_event import PUBLISHED_CAVEAT
 from fedpriv.privacy.accounting.lmo_parameters import (
     ExponentialPart,
     GammaPart,
@@ -23,6 +22,7 @@ from fedpriv.privacy.accounting.lmo_parameters import (
     Part,
     read_json,
 )
+from fedpriv.privacy.accounting.lmo_renyi import PUBLISHED_CAVEAT
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import RandomSource, laplace_from_words, on_grid, uniform_from_words
 
@@ -100,11 +100,7 @@ MECHANISM = _Lmo()
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
-    """The noise that the mechanism's parameters describe, and how it is accounted for.
-
-    Raises:
-        InputError: the parameters are invalid; the message says what is wrong.
-    """
+    """The noise that the mechanism's parameters describe, and how it is accounted for."""
     try:
         values = read_json(text)
         accounting = values.pop("accounting", "sound") if isinstance(values, dict) else "sound"
@@ -117,11 +113,7 @@ def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
 
 
 def _multiplied(noise: LmoParameters, noise_multiplier: float) -> LmoParameters:
-    """The noise times z.
-
-    Raises:
-        InputError: z is 0, or takes the parameters out of their range.
-    """
+    """The noise times z."""
     if noise_multiplier == 0:
         raise InputError("noise_multiplier = 0: multiplies the LMO noise, so it must be > 0")
     try:
@@ -134,7 +126,6 @@ def _lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Arr
     """`num` independent values of LMO noise, float64 [num], in units of the clip norm.
 
     Args:
-        parameters: the distribution of u.
         num: number of values, >= 0.
         source: source of the randomness.
     """

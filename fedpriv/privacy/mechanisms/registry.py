@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # Characters of a mechanism's parameters: a stranger may send them, and they are kept in memory.
 _MAX_LENGTH = 10_000
 
+# Secure aggregation adds up integers, so it takes this one.
+FOR_SUMS = "discrete-gaussian"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRequest:
@@ -164,7 +167,3 @@ MECHANISMS = _Mechanisms(
     },
 )
 """Every mechanism by its name in a configuration."""
-
-
-# Secure aggregation adds up integers, so it takes this one.
-FOR_SUMS = "discrete-gaussian"

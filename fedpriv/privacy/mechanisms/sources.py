@@ -98,9 +98,6 @@ def _bernoulli_from_words(words: Words, probability: float) -> Tensor:
     Args:
         words: uniform 64-bit words.
         probability: in [0, 1].
-
-    Raises:
-        ValueError: probability is outside [0, 1] or NaN.
     """
     import torch  # deferred: a configuration is checked without it
 

@@ -68,7 +68,6 @@ def noise_margin(scales: NoiseScales, probability: float) -> int:
     that of one query, fixed before the noise is drawn.
 
     Args:
-        scales: of the run's noises.
         probability: in [1e-6, 1).
     """
     threshold, query = float(scales.threshold), float(scales.query)

@@ -13,6 +13,7 @@ from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError
+from fedpriv.files import User
 from fedpriv.holder.vault._charging import NodePolicy, charge
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import VaultSettings
@@ -23,7 +24,6 @@ from fedpriv.privacy.ledger.entries import Key
 from fedpriv.privacy.ledger.head_file import head_path
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.receipts import ReceiptLog
-from fedpriv.privacy.ledger.users import User
 from server.deploy import certificates
 from simulations.sites import free_port, run_in_process
 from tests.cli.command_line import fedpriv

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from fedpriv.privacy.accounting.discrete_gaussian import MIN_STDDEV
-from fedpriv.privacy.mechanisms.grid import largest_number_included, sum_grid
+from fedpriv.privacy.mechanisms.discrete_gaussian import MIN_STDDEV, largest_number_included, sum_grid
 
 
 def largest_sum(grid, *, clip_norm, z, num):

@@ -14,8 +14,8 @@ from fedpriv.methods.audit import audit_power, f_dp, one_run_audit
 from fedpriv.methods.audit._bounds import num_correct
 from fedpriv.privacy.accounting import SubsampledGaussian, epsilon_of, trade_off
 from fedpriv.privacy.accounting.events import EpsilonDelta
-from fedpriv.privacy.accounting.lmo_event import SubsampledLmo
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters, UniformPart
+from fedpriv.privacy.accounting.lmo_renyi import SubsampledLmo
 
 
 def epsilon_delta(epsilon: float | np.ndarray, delta: float) -> trade_off.TradeOff:

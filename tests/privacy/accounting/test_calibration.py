@@ -1,13 +1,10 @@
 """Calibration finds the least noise that meets a target, and the most rounds that a budget allows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
 
-from fedpriv.privacy.accounting._gaussian import MAX_NOISE
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.calibration import (
     _smallest,
@@ -17,6 +14,7 @@ from fedpriv.privacy.accounting.calibration import (
     rounds_within,
 )
 from fedpriv.privacy.accounting.events import SubsampledGaussian, SubsampledLmo
+from fedpriv.privacy.accounting.gaussian import MAX_NOISE
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters, UniformPart
 
 DELTA = 1e-5

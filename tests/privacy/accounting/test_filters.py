@@ -1,7 +1,5 @@
 """Filters and committed plans: their bounds against independent formulas, and what they let through."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

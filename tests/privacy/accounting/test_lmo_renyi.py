@@ -1,8 +1,8 @@
-"""The bounds on LMO noise are never below the exact divergence, of one number or a vector, and give known values."""
+"""LMO noise: bounds never below the exact divergence, known values, sampling, events, and their composition."""
 
-from __future__ import annotations
-
+import json
 import math
+from dataclasses import replace
 
 import dp_accounting
 import numpy as np
@@ -10,26 +10,48 @@ import pytest
 from dp_accounting import rdp
 
 from fedpriv.errors import InputError
-from fedpriv.privacy.accounting.lmo_distribution import Columns
-from fedpriv.privacy.accounting.lmo_parameters import GammaPart, LmoParameters, UniformPart
-from fedpriv.privacy.accounting.lmo_renyi import (
-    check_domain,
-    equation_1,
-    published,
-    quadratic_limit,
-    sound,
-    theorem_4_2,
+from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of, stays_within
+from fedpriv.privacy.accounting.events import (
+    EpsilonDelta,
+    PureEpsilon,
+    SubsampledGaussian,
+    SubsampledLmo,
+    from_json,
+    group,
+    to_json,
 )
-from tests.privacy.accounting.lmo_oracle import best_split, exact_divergence, gamma, random_parameters, uniform
+from fedpriv.privacy.accounting.lmo_distribution import Columns
+from fedpriv.privacy.accounting.lmo_parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
+from fedpriv.privacy.accounting.lmo_renyi import check_domain, poisson_sampled, published, quadratic_limit, sound
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.accounts import Accounts
+from tests.privacy.accounting.lmo_oracle import (
+    best_split,
+    equation_1,
+    exact_divergence,
+    gamma,
+    log_density,
+    random_parameters,
+    theorem_4_2,
+    uniform,
+)
 
 EXAMPLE = Columns.of(uniform(0.1, 0.5))
-ORDERS = [2, 8, 32]
+THREE_ORDERS = [2, 8, 32]
+DELTA = 1e-5
+PARAMETERS = LmoParameters(
+    combination="mixture",
+    gamma=GammaPart(weight=0.25, shape=2.0, scale=0.004),
+    exponential=ExponentialPart(weight=0.25, rate=90.0),
+    uniform=UniformPart(weight=0.5, low=0.1, high=0.5),
+)
+UNIFORM = {"weight": 1, "low": 0.1, "high": 0.5}
 
 
 # Reference: u uniform on [0.1, 0.5], by an independent script; C = 1, to four places.
 def test_curves_of_the_example_have_the_reference_values():
-    assert published(EXAMPLE, ORDERS) == pytest.approx([0.0896, 0.2557, 0.3969], abs=5e-5)
-    assert sound(EXAMPLE, ORDERS, dimension=74_883) == pytest.approx([0.1033, 0.4131, 1.6523], abs=5e-5)
+    assert published(EXAMPLE, THREE_ORDERS) == pytest.approx([0.0896, 0.2557, 0.3969], abs=5e-5)
+    assert sound(EXAMPLE, THREE_ORDERS, dimension=74_883) == pytest.approx([0.1033, 0.4131, 1.6523], abs=5e-5)
     assert 1 / EXAMPLE.tilted_moments(0.0)[1] == pytest.approx(9.68, abs=5e-3)
 
 
@@ -40,7 +62,7 @@ def test_theorem_4_2_is_too_small_and_is_not_zero_at_sensitivity_zero():
     assert published(half, 4, 2.0) == pytest.approx(0.814, abs=5e-4)
     assert theorem_4_2(half, 4, 0.0) > 0.2
     assert published(half, 4, 0.0) == 0
-    assert theorem_4_2(EXAMPLE, ORDERS) == pytest.approx(published(EXAMPLE, ORDERS))
+    assert theorem_4_2(EXAMPLE, THREE_ORDERS) == pytest.approx(published(EXAMPLE, THREE_ORDERS))
 
 
 def test_equation_1_as_printed_calls_noise_near_zero_private():
@@ -102,11 +124,11 @@ def test_sound_is_never_below_the_exact_divergence_of_a_vector(parameters, order
 
 
 def test_sound_tends_to_its_limit_from_below():
-    bounds = [sound(EXAMPLE, ORDERS, dimension=d) for d in (1, 2, 8, 100, 10**5, 10**12, math.inf)]
+    bounds = [sound(EXAMPLE, THREE_ORDERS, dimension=d) for d in (1, 2, 8, 100, 10**5, 10**12, math.inf)]
     assert (np.diff(bounds, axis=0) >= -1e-12).all()
-    assert bounds[0] == pytest.approx(published(EXAMPLE, ORDERS))
-    assert bounds[-1] == pytest.approx(quadratic_limit(EXAMPLE, ORDERS), rel=5e-5)
-    assert (bounds[-1] >= quadratic_limit(EXAMPLE, ORDERS)).all()
+    assert bounds[0] == pytest.approx(published(EXAMPLE, THREE_ORDERS))
+    assert bounds[-1] == pytest.approx(quadratic_limit(EXAMPLE, THREE_ORDERS), rel=5e-5)
+    assert (bounds[-1] >= quadratic_limit(EXAMPLE, THREE_ORDERS)).all()
 
 
 def test_one_coordinate_can_be_the_worst_direction():
@@ -195,3 +217,210 @@ def test_near_zero_the_log_moment_generating_function_is_its_series(t):
     second = 0.3 * 6 * 0.01 + 0.7 * (0.04 + 0.12 + 0.36) / 3
     assert Columns.of(parameters).log_mgf(t) == pytest.approx(mean * t + (second - mean**2) * t**2 / 2, rel=1e-6)
     assert [float(value) for value in Columns.of(parameters).tilted_moments(0.0)] == pytest.approx([mean, second])
+
+
+def event(parameters=PARAMETERS, q=0.1, **changes):
+    fields = {"parameters": parameters, "sensitivity": 1.0, "dimension": 500, "sampling_probability": q, **changes}
+    return SubsampledLmo(**fields)
+
+
+def changed(**changes):
+    fields = json.loads(to_json(event())) | changes
+    return json.dumps({name: value for name, value in fields.items() if value is not None})
+
+
+@pytest.mark.parametrize("parameters", [PARAMETERS, uniform(0.5, 0.5), gamma(2, 0.1)])
+@pytest.mark.parametrize("accounting", ["sound", "published"])
+def test_json_round_trip_is_exact(parameters, accounting):
+    original = event(parameters, q=0.37, accounting=accounting, count=7, sensitivity=math.sqrt(2))
+    assert from_json(to_json(original)) == original
+    assert LmoParameters.from_dict(json.loads(json.dumps(parameters.to_dict()))) == parameters
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (changed(accounting="hopeful"), "accounting = 'hopeful'"),
+        (changed(dimension=0), "dimension = 0"),
+        (changed(dimension=2.5), "dimension = 2.5"),
+        (changed(sensitivity=0), "sensitivity = 0"),
+        (changed(sensitivity=-1), "sensitivity = -1"),
+        (changed(sampling_probability=1.5), "sampling_probability = 1.5"),
+        (changed(unit="client"), "sampling_probability = 0.1"),
+        (changed(count=0), "count = 0"),
+        (changed(parameters=None), "parameters"),
+        (changed(parameters=[]), "parameters: must be a JSON object"),
+        (changed(parameters={"combination": "mixture"}), "no part has weight"),
+        (changed(shared_scale=True), "shared_scale"),
+    ],
+)
+def test_impossible_events_are_refused_by_name(text, part):
+    with pytest.raises(ValueError, match=part):
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"combination": "sum", "uniform": UNIFORM}, "combination = 'sum'"),
+        ({"uniform": UNIFORM}, "combination is missing"),
+        ({"combination": "mixture", "uniform": UNIFORM | {"weight": 0.9}}, "weights sum to 0.9"),
+        ({"combination": "mixture", "uniform": UNIFORM | {"low": 0.6}}, "uniform.low = 0.6"),
+        ({"combination": "mixture", "uniform": UNIFORM | {"low": -1}}, "uniform.low = -1"),
+        ({"combination": "mixture", "uniform": UNIFORM | {"high": math.nan}}, "uniform.high = nan"),
+        ({"combination": "mixture", "uniform": UNIFORM | {"high": 0, "low": 0}}, "uniform.high = 0"),
+        ({"combination": "mixture", "uniform": {"weight": 1, "low": 0.1}}, "uniform: must be a JSON object with"),
+        ({"combination": "mixture", "uniform": UNIFORM | {"weight": "1"}}, "uniform.weight = '1'"),
+        ({"combination": "mixture", "gamma": {"weight": 1, "shape": 0, "scale": 1}}, "gamma.shape = 0"),
+        ({"combination": "mixture", "gamma": {"weight": 1, "shape": 1, "scale": math.inf}}, "gamma.scale = inf"),
+        ({"combination": "mixture", "exponential": {"weight": 1, "rate": 0}}, "exponential.rate = 0"),
+        ({"combination": "mixture", "exponential": {"weight": 1, "scale": 2}}, "weight, rate and nothing else"),
+        ({"combination": "linear", "uniform": UNIFORM | {"weight": 0}}, "no part has weight"),
+        ({"combination": "linear", "uniform": UNIFORM | {"weight": -1}}, "uniform.weight = -1"),
+        ({"combination": "linear", "normal": {}}, "'normal' is unknown"),
+        ({"combination": "linear", "shared": True}, "'shared' is unknown"),
+    ],
+)
+def test_invalid_parameters_are_refused_in_one_line(values, part):
+    with pytest.raises(InputError) as refusal:
+        LmoParameters.from_dict(values)
+    assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_linear_combination_may_have_any_weights():
+    values = {"combination": "linear", "uniform": UNIFORM | {"weight": 3}}
+    assert Columns.of(LmoParameters.from_dict(values)).weights.tolist() == [0, 0, 3]
+
+
+# Zhu and Wang 2019, Theorem 5, at integer orders, evaluated literally.
+@pytest.mark.parametrize("q", [0.01, 0.3])
+def test_sampled_curve_is_that_of_zhu_and_wangs_theorem(q):
+    curve = published(Columns.of(uniform(0.5, 1.0)), range(2, 13))
+    orders = np.array([2, 3, 7, 12])
+    for order, result in zip(orders.tolist(), poisson_sampled(curve, orders, q), strict=True):
+        total = (1 - q) ** (order - 1) * (order * q - q + 1)
+        for ell in range(2, order + 1):
+            factor = 1 if ell == 2 else 3
+            moment = math.exp((ell - 1) * curve[ell - 2])
+            total += factor * math.comb(order, ell) * q**ell * (1 - q) ** (order - ell) * moment
+        assert result == pytest.approx(min(math.log(total) / (order - 1), curve[order - 2]), rel=1e-9)
+
+
+def test_sampled_curve_is_precise_where_small_and_infinite_from_the_first_infinite_order():
+    curve = np.array([0.1, 0.2, np.inf])
+    small = poisson_sampled(curve, np.array([2, 3, 4]), 1e-9)
+    assert small[0] == pytest.approx(1e-18 * math.expm1(0.1), rel=1e-6)
+    assert np.isfinite(small).tolist() == [True, True, False]
+
+
+# The divergence of (1 - q) p + q p(x - 1) from p, and the reverse, by quadrature over smooth pieces of the line.
+@pytest.mark.parametrize("parameters", [uniform(1.0, 1.0), uniform(0.1, 1.5)], ids=["laplace", "lmo"])
+@pytest.mark.parametrize("q", [0.02, 0.3])
+@pytest.mark.parametrize("order", [2, 4, 16])
+def test_sampled_curve_is_never_below_the_exact_divergence(parameters, q, order):
+    nodes, weights = np.polynomial.legendre.leggauss(80)
+    pieces = [(low, low + 1) for low in range(-60, 61)]
+    x = np.concatenate([low + (high - low) * (1 + nodes) / 2 for low, high in pieces])
+    dx = np.tile(weights / 2, len(pieces))
+    without = np.exp(log_density(parameters, x))
+    with_record = (1 - q) * without + q * np.exp(log_density(parameters, x - 1))
+    forward = math.log(np.sum(dx * without * (with_record / without) ** order)) / (order - 1)
+    reverse = math.log(np.sum(dx * with_record * (without / with_record) ** order)) / (order - 1)
+    curve = published(Columns.of(parameters), range(2, order + 1))
+    (result,) = poisson_sampled(curve, np.array([order]), q)
+    assert 0 < max(forward, reverse) <= result
+    assert result <= 6 * max(forward, reverse), "a bound that large would be useless"
+
+
+def by_hand(events, delta=DELTA):
+    """Epsilon of the summed Renyi curves at integer orders, converted by dp-accounting."""
+    orders = np.array([int(order) for order in ORDERS if float(order).is_integer()])
+    total = np.zeros(len(orders))
+    for each in events:
+        if isinstance(each, SubsampledGaussian):
+            accountant = rdp.RdpAccountant(orders.tolist())
+            accountant.compose(_library_event(each), each.count)
+            total += accountant.rdp
+        else:
+            curve = sound(Columns.of(each.parameters), range(2, 1025), dimension=each.dimension, points=512)
+            total += each.count * poisson_sampled(curve, orders, each.sampling_probability)
+    return rdp.compute_epsilon(orders, total, delta)[0]
+
+
+def _library_event(gaussian):
+    import dp_accounting
+
+    plain = dp_accounting.GaussianDpEvent(gaussian.noise_multiplier)
+    return dp_accounting.PoissonSampledDpEvent(gaussian.sampling_probability, plain)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_lmo_and_gaussian_noise_compose_by_rdp_at_integer_orders(accountant):
+    events = [event(count=20), SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=30)]
+    result = epsilon_of(events, DELTA, accountant)
+    assert result.epsilon == pytest.approx(by_hand(events), rel=1e-9)
+    assert (result.accountant, result.upper_bound_only) == ("rdp", accountant == "pld")
+    assert result.is_guarantee
+
+
+def test_composition_ignores_order_and_counts_every_release_and_delta():
+    parts = [event(count=2), PureEpsilon(epsilon=0.1), EpsilonDelta(epsilon=0.1, delta=1e-6), event(q=0.0)]
+    total = epsilon_of(parts, DELTA)
+    assert total == epsilon_of([parts[2], event(), parts[1], event()], DELTA)
+    assert epsilon_of([event(count=2)], DELTA).epsilon < total.epsilon < math.inf
+    assert sum(each.count for each in group([event(), event(count=3)])) == 4
+
+
+def test_more_noise_fewer_coordinates_less_sensitivity_and_less_sampling_never_cost_more():
+    def cost(**changes):
+        parameters = PARAMETERS.scaled(changes.pop("factor", 1.0))
+        return epsilon_of([event(parameters, count=5, **changes)], DELTA).epsilon
+
+    base = cost()
+    assert cost(factor=0.5) < base < cost(factor=1.5)
+    assert cost(dimension=1) < base < cost(dimension=10**6)
+    assert base < cost(sensitivity=2.0) < cost(q=1.0, sensitivity=2.0)
+    assert cost(q=0.0) == 0
+    assert cost(sensitivity=1.5) == pytest.approx(cost(factor=1.5), rel=1e-6)
+
+
+def test_published_accounting_is_not_a_guarantee_and_never_enforces_a_budget():
+    paper = event(accounting="published", count=5)
+    assert not paper.is_guarantee
+    assert event().is_guarantee
+    default = epsilon_of([paper], DELTA)
+    assert (default.epsilon, default.is_guarantee) == (math.inf, False)
+    assert epsilon_of([event(), paper], DELTA).epsilon == math.inf
+    assert delta_of([paper], 5.0) == 1.0
+    assert not stays_within([paper], DELTA, 1e6)
+    shown = epsilon_of([paper], DELTA, allow_unproven=True)
+    assert 0 < shown.epsilon < epsilon_of([replace(paper, accounting="sound")], DELTA).epsilon
+    assert not shown.is_guarantee
+
+
+def test_delta_at_the_composed_epsilon_is_the_original_delta():
+    epsilon = epsilon_of([event(count=10)], DELTA, "rdp").epsilon
+    assert delta_of([event(count=10)], epsilon) == pytest.approx(DELTA, rel=1e-6)
+
+
+def test_noise_without_a_finite_order_costs_infinity():
+    heavy = event(gamma(2, 1.5), q=1.0)
+    assert epsilon_of([heavy], DELTA).epsilon == math.inf
+    assert delta_of([heavy], 1.0) == 1.0
+
+
+def test_accounts_compose_and_limit_lmo_releases():
+    accounts = Accounts({0: 1000})
+    accounts.record(0, Release(event=event(count=3), rho_bar=0.5))
+    expected = epsilon_of([event(count=3)], 1e-5).epsilon
+    assert accounts.epsilon_of(0, "local", "pld").epsilon == expected
+    assert accounts.final("local")[0].epsilon == expected
+    assert not accounts.fits(0, [Release(event=event(count=3), rho_bar=0.5)], "local", expected)
+
+
+def test_epsilon_is_finite_if_the_lower_integer_orders_are():
+    sampled = event(gamma(2, 0.1), q=0.2)
+    curve = published(Columns.of(sampled.parameters), range(2, 12))
+    assert np.isfinite(curve).sum() == 9
+    assert epsilon_of([sampled], DELTA).epsilon < math.inf

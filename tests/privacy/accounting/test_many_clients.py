@@ -1,7 +1,5 @@
 """Bounds computed for many clients at once are never below the epsilon computed for each client alone."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

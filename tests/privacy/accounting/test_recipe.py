@@ -1,7 +1,5 @@
 """The recipe's mathematics: how the budget is split, how noisy the head's weights end, and which rate follows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Clipping rules: their parts contain every tensor once, and the sensitivity follows from them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Accounts grow only, belong to one client each, and convert at that client's delta."""
 
-from __future__ import annotations
-
 import math
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """A bundle of evidence is confirmed by a program that knows nothing of fedpriv, and a change of it is named."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io
@@ -24,8 +22,8 @@ from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
 from fedpriv.privacy.accounting.filters import CommittedPlan, GaussianFilter, RenyiFilter
-from fedpriv.privacy.accounting.lmo_event import SubsampledLmo
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
+from fedpriv.privacy.accounting.lmo_renyi import SubsampledLmo
 from fedpriv.privacy.accounting.risk import Risk, risk_of
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger import evidence, verify_evidence

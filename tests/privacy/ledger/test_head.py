@@ -1,7 +1,5 @@
 """The head of a ledger: a loss at the end of the chain is noticed, and a crash at any instant locks nobody out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """The history of what a node's operator decides: who changed it, from what to what; chained, and never in the way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """A restored ledger is charged what receipts prove and others claim, never less than was spent, and once."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

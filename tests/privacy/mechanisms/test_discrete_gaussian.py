@@ -1,26 +1,46 @@
-"""The discrete Gaussian mechanism: integers on a grid, exact noise, and an event that pays for the rounding too."""
-
-from __future__ import annotations
+"""The discrete Gaussian mechanism: integers on a grid, exact noise, and an event never below its exact cost."""
 
 import dataclasses
 import math
 from fractions import Fraction
+from functools import reduce
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
+from scipy.optimize import brentq
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.privacy.accounting.discrete_gaussian import CHARGED_SHARE, charged_stddev
+from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms import discrete_gaussian
-from fedpriv.privacy.mechanisms.discrete_gaussian import MECHANISM, integers
+from fedpriv.privacy.mechanisms.discrete_gaussian import (
+    CHARGED_SHARE,
+    MECHANISM,
+    MIN_STDDEV,
+    charged_stddev,
+    integers,
+    max_divergence,
+)
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import SeededSource
 
 FALSE_ALARM = 1e-6
 GRIDS = [2.0**12, 3333.3, 1e-3 * 2.0**40]
+# sigma, shift, sampling probability, steps, delta
+CASES = [
+    (3.5, 8, 0.05, 2, 0.05),
+    (4.0, 2, 0.3, 1, 0.05),
+    (3.5, 2, 0.05, 1, 1e-6),
+    (3.5, 5, 1.0, 1, 1e-3),
+    (4.0, 1, 1.0, 2, 1e-6),
+    (6.0, 8, 0.3, 2, 1e-3),
+    (10.0, 5, 0.05, 1, 1e-6),
+    (20.0, 8, 1.0, 1, 1e-6),
+    (20.0, 3, 0.3, 1, 0.05),
+]
 
 
 def request(dimension, *, clients=1, **changes):
@@ -190,3 +210,183 @@ def test_the_default_recipe_takes_it_and_no_noise_of_another_kind():
     assert parse(lmo).recipe == "dp-lora-paper"
     with pytest.raises(InputError, match="needs mechanism = gaussian, not lmo"):
         parse({**lmo, "recipe": "fedpriv"})
+
+
+def curve(sigma, points):
+    return np.exp(-(np.asarray(points, dtype=float) ** 2) / (2 * sigma**2))
+
+
+def noise(sigma, reach):
+    """Probabilities of N_Z(0, sigma^2) on [-reach, reach], normalised over all integers that count."""
+    all_integers = np.arange(-math.ceil(40 * sigma), math.ceil(40 * sigma) + 1)
+    return curve(sigma, np.arange(-reach, reach + 1)) / curve(sigma, all_integers).sum()
+
+
+def neighbours(sigmas, shift, probability, num_steps):
+    """The laws of all steps' outputs with a record, which is included with the probability, and without; and reversed.
+
+    The noise of a step is the sum of one draw for each sigma; several steps are all their outcomes together.
+    """
+    reach = math.ceil(10 * max(sigmas))
+    law = np.concatenate([reduce(np.convolve, [noise(sigma, reach) for sigma in sigmas]), np.zeros(shift)])
+    moved = np.roll(law, shift)
+    pair = (1 - probability) * law + probability * moved, law
+    with_record, without = (reduce(lambda one, other: np.outer(one, other).ravel(), [p] * num_steps) for p in pair)
+    return (with_record, without), (without, with_record)
+
+
+def exact_epsilon(sigmas, shift, probability, num_steps, delta):
+    """The smallest epsilon whose hockey-stick divergence is at most delta, in both directions."""
+
+    def excess(epsilon, one, other):
+        return float(np.maximum(one - math.exp(epsilon) * other, 0).sum()) - delta
+
+    return max(
+        brentq(excess, 0, 60, args=pair, xtol=1e-9) if excess(0, *pair) > 0 else 0.0
+        for pair in neighbours(sigmas, shift, probability, num_steps)
+    )
+
+
+def charged(stddev, shift, probability, num_steps, delta, accountant="pld"):
+    event = SubsampledGaussian(noise_multiplier=stddev / shift, sampling_probability=probability, count=num_steps)
+    return epsilon_of([event], delta, accountant).epsilon
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_charge_is_never_below_the_exact_cost(case, accountant):
+    sigma, *rest = case
+    assert exact_epsilon([sigma], *rest) <= charged(charged_stddev(sigma), *rest, accountant)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_a_charge_for_all_of_the_variance_would_be_caught(case):
+    sigma, *rest = case
+    assert charged(sigma, *rest) < exact_epsilon([sigma], *rest)
+
+
+@pytest.mark.parametrize("case", [CASES[6], CASES[7]], ids=str)
+def test_a_charge_for_too_small_a_sensitivity_would_be_caught(case):
+    sigma, shift, *rest = case
+    assert charged(charged_stddev(sigma), shift - 2, *rest) < exact_epsilon([sigma], shift, *rest)
+
+
+@pytest.mark.parametrize(
+    "sigmas", [(3.5, 3.5), (3.2, 5.0), (4.0,) * 3, (3.5, 4.0, 6.0, 3.1), (3.3,) * 5], ids=lambda s: f"{len(s)}:{s[0]}"
+)
+@pytest.mark.parametrize("rest", [(3, 1.0, 1, 1e-5), (6, 0.2, 1, 1e-3)], ids=str)
+def test_the_charge_for_a_sum_is_never_below_the_exact_cost_of_the_convolution(sigmas, rest):
+    stddev = math.sqrt(sum(sigma**2 - 9 for sigma in sigmas))
+    exact = exact_epsilon(sigmas, *rest)
+    assert exact <= charged(stddev, *rest)
+    too_much = math.sqrt(sum(sigma**2 for sigma in sigmas)) * 1.05
+    assert charged(too_much, *rest) < exact
+
+
+@pytest.mark.parametrize("variance", [0.25, 0.5, 1.0])
+def test_rounding_a_smaller_gaussian_at_random_gives_the_discrete_one_within_the_lemmas_bound(variance):
+    sigma = 1.7
+    points, outputs = np.linspace(-20, 20, 80_001), np.arange(-12, 13)
+    rounded = np.exp(-((outputs[:, None] - points) ** 2) / (2 * variance))
+    normaliser = np.exp(-((np.arange(-40, 41)[:, None] - points) ** 2) / (2 * variance)).sum(axis=0)
+
+    def distance(removed):
+        density = np.exp(-(points**2) / (2 * (sigma**2 - removed)))
+        law = (rounded * density / normaliser).sum(axis=1) / density.sum()
+        return np.abs(np.log(law / noise(sigma, 12))).max()
+
+    bound = 4 * math.exp(-2 * math.pi**2 * variance)
+    assert distance(variance) <= bound * (1 + bound) + 1e-12
+    assert distance(0.9 * variance) > bound or variance < 0.5
+    assert distance(0.0) > bound
+
+
+def test_the_lemmas_bound_is_4_exp_of_minus_18_pi_squared_for_a_coordinate():
+    # 18 pi^2 = 177.65288 and 177.65288 / ln 10 = 77.15366, so 4 * 10^-77.15366 = 2.8079e-77.
+    assert max_divergence(1) == pytest.approx(2.808e-77, rel=1e-3)
+    assert max_divergence(28_000) == pytest.approx(28_000 * max_divergence(1))
+
+
+def test_the_common_share_charges_no_more_than_the_lemma_allows():
+    for sigma in [MIN_STDDEV, MIN_STDDEV * 1.001, 2.0**14, 2.0**28]:
+        assert CHARGED_SHARE * sigma <= charged_stddev(sigma) * (1 + 1e-15)
+    small = 0.99 * MIN_STDDEV
+    assert charged_stddev(small) < CHARGED_SHARE * small, "below the smallest deviation the share is too large"
+    assert charged_stddev(5.0) == 4.0
+
+
+@pytest.mark.parametrize("sigma", [3.0, 0.0, -4.0, math.inf, math.nan])
+def test_noise_of_no_more_than_the_rounding_is_refused_by_name(sigma):
+    with pytest.raises(ValueError, match="sigma = "):
+        charged_stddev(sigma)
+
+
+def sum_divergence(sigma, num):
+    """tau, which bounds the max divergence of a sum of `num` values of N_Z(0, sigma^2) from N_Z(0, num sigma^2).
+
+    Source: Kairouz, Liu and Steinke 2021, Theorem 1, Eq. 3.
+    """
+    if not 0.5 <= sigma < math.inf or num < 1:
+        raise ValueError(f"sigma = {sigma}, num = {num}: must be >= 1/2 and >= 1")
+    return 10.0 * math.fsum(math.exp(-2.0 * (math.pi * sigma) ** 2 * k / (k + 1)) for k in range(1, num))
+
+
+def sum_concentrated_epsilon(sensitivity, sigma, num, dimension):
+    """The epsilon for which such a sum on each coordinate is epsilon^2/2-concentrated DP, without sampling.
+
+    Source: Kairouz, Liu and Steinke 2021, Theorem 1, Eq. 4.
+    """
+    tau = sum_divergence(sigma, num)
+    ratio = sensitivity / (math.sqrt(num) * sigma)
+    return min(math.sqrt(ratio**2 + 2.0 * tau * dimension), ratio + tau * math.sqrt(dimension))
+
+
+# Kairouz, Liu and Steinke 2021, Theorem 1. For sigma = 1/2 and n = 3: tau = 10 (exp(-pi^2 / 4) + exp(-pi^2 / 3))
+# = 10 (0.0848050 + 0.0372587) = 1.220637. For Delta = 1 and d = 4: Delta^2 / (n sigma^2) = 4/3, so the first of Eq. 4
+# is sqrt(4/3 + 2 * 4 * 1.220637) = 3.331431, the second sqrt(4/3) + 2 * 1.220637 = 3.595975.
+# For d = 1 they are sqrt(4/3 + 2.441275) = 1.942835 and sqrt(4/3) + 1.220637 = 2.375338.
+def test_the_bound_for_sums_has_the_values_of_the_theorem():
+    assert sum_divergence(0.5, 3) == pytest.approx(1.220637, abs=1e-6)
+    assert sum_divergence(0.5, 1) == 0
+    assert sum_concentrated_epsilon(1.0, 0.5, 3, 4) == pytest.approx(3.331431, abs=1e-6)
+    assert sum_concentrated_epsilon(1.0, 0.5, 3, 1) == pytest.approx(1.942835, abs=1e-6)
+    # tau = 10 exp(-pi^2), 5.172318e-4: the second is the smaller, 0.5 / sqrt(2) + tau = 0.3540706.
+    assert sum_concentrated_epsilon(0.5, 1.0, 2, 1) == pytest.approx(0.3540706, abs=1e-7)
+    assert sum_concentrated_epsilon(1.0, 2.0**10, 4, 10**6) == pytest.approx(1 / 2**11)
+
+
+@pytest.mark.parametrize("num", [2, 3, 5])
+@pytest.mark.parametrize("sigma", [0.5, 0.7, 0.9])
+def test_the_theorem_bounds_the_divergences_of_the_convolution(sigma, num):
+    reach = 8 * num
+    total = reduce(np.convolve, [noise(sigma, 40)] * num)
+    middle = slice(len(total) // 2 - reach, len(total) // 2 + reach + 1)
+    one = noise(math.sqrt(num) * sigma, reach)
+    divergence = np.abs(np.log(total[middle] / one)).max()
+    assert divergence <= sum_divergence(sigma, num)
+    assert divergence > sum_divergence(sigma, num) / 6 or num > 2
+    law = np.append(total, 0.0)
+    moved = np.roll(law, 1)
+    counts = (law > 1e-250) & (moved > 1e-250)
+    epsilon = sum_concentrated_epsilon(1.0, sigma, num, 1)
+    for order in (1.5, 2.0, 4.0, 8.0):
+        terms = order * np.log(law[counts]) + (1 - order) * np.log(moved[counts])
+        renyi = math.log(np.exp(terms).sum()) / (order - 1)
+        assert renyi <= order * epsilon**2 / 2
+
+
+@pytest.mark.parametrize(("sigma", "num"), [(0.49, 2), (math.nan, 2), (math.inf, 2), (1.0, 0)])
+def test_what_the_theorem_does_not_cover_is_refused_by_name(sigma, num):
+    with pytest.raises(ValueError, match=r"sigma = .*, num = "):
+        sum_concentrated_epsilon(1.0, sigma, num, 1)
+
+
+def test_concentrated_and_renyi_charges_agree_where_sums_are_as_good_as_gaussian():
+    sigma, num, sensitivity = 2.0**10, 4, 2.0**10
+    event = SubsampledGaussian(
+        noise_multiplier=CHARGED_SHARE * math.sqrt(num) * sigma / sensitivity, sampling_probability=1.0
+    )
+    bound = sum_concentrated_epsilon(sensitivity, sigma, num, 28_000)
+    orders = np.array(ORDERS)
+    np.testing.assert_allclose(event.rdp(orders), orders * bound**2 / 2, rtol=2e-5)
+    assert (event.rdp(orders) >= orders * bound**2 / 2).all()

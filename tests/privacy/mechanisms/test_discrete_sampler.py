@@ -1,7 +1,5 @@
 """Samples of the discrete Gaussian follow its exact law, and no other, on the fast path and on the slow one."""
 
-from __future__ import annotations
-
 import math
 from decimal import Context, Decimal
 from fractions import Fraction

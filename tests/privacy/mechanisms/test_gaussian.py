@@ -1,7 +1,5 @@
 """The Gaussian mechanism adds noise of scale z C to every coordinate of every tensor and returns one event."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -87,17 +85,6 @@ def test_a_larger_sensitivity_lowers_the_multiplier_in_the_event_but_not_the_noi
     split, event = noised_sum(SUM, **arguments, sensitivity_factor=math.sqrt(2), source=SeededSource(0))
     assert torch.equal(plain, split)
     assert event.noise_multiplier == pytest.approx(3 / math.sqrt(2))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"clip_norm": 0.0}, {"clip_norm": math.nan}, {"clip_norm": math.inf}, {"sensitivity_factor": 0.5}],
-    ids=str,
-)
-def test_arguments_that_would_make_the_event_overstate_the_noise_are_refused(change):
-    arguments = {"noise_multiplier": 1.0, "clip_norm": 1.0, "sampling_probability": 0.1, "source": SeededSource(0)}
-    with pytest.raises(ValueError, match=next(iter(change))):
-        noised_sum(SUM, **arguments | change)
 
 
 @pytest.mark.parametrize("value", [0.0, 1 / 3, -1e-7, 2.0**-30, 0.7])

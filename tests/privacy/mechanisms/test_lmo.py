@@ -1,7 +1,5 @@
 """LMO noise has the distribution that its parameters describe, on every coordinate, and its event states the same."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -283,17 +281,6 @@ def test_each_client_gets_noise_from_its_own_source():
     assert [event.sampling_probability for event in events] == [0.1, 0.2, 0.3]
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"clip_norm": 0.0}, "clip_norm = 0.0"),
-        ({"clip_norm": math.nan}, "clip_norm = nan"),
-        ({"sensitivity_factor": 0.5}, "sensitivity_factor = 0.5"),
-        ({"sampling_probabilities": (0.1, 0.2)}, "1 sums, 2 sampling probabilities and 1 sources"),
-        ({"sampling_probabilities": (1.5,)}, "sampling_probability = 1.5"),
-        ({"accounting": "hopeful"}, "accounting = 'hopeful'"),
-    ],
-)
-def test_arguments_that_would_make_the_event_overstate_the_noise_are_refused(change, part):
-    with pytest.raises(ValueError, match=part):
-        noised(torch.zeros(3), **change)
+def test_unknown_accounting_is_refused_by_name():
+    with pytest.raises(ValueError, match="accounting = 'hopeful'"):
+        noised(torch.zeros(3), accounting="hopeful")

@@ -1,7 +1,5 @@
 """Randomness has the right distributions, never repeats and is never shared between processes."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -1,7 +1,5 @@
 """The Sparse Vector Technique: exact noise of the right scales, a cutoff that holds, and the epsilon that it states."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

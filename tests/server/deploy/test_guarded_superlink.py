@@ -50,8 +50,8 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedpriv import errors
+from fedpriv.files import user_named
 from fedpriv.operate.approvals import approve
-from fedpriv.privacy.ledger.users import user_named
 from server.deploy import guarded_superlink
 from server.deploy.folder import Coordinator
 from server.deploy.guarded_superlink import NODE_REQUESTS, Connection, Door, approved_alone, owner, server_of

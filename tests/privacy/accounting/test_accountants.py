@@ -1,15 +1,19 @@
-"""The DP-LoRA paper's closed form: its formula, its scaling, and the narrow range in which its conditions hold."""
-
-from __future__ import annotations
+"""The DP-LoRA paper's closed form, and what publishing the best of many runs costs: formulas, scaling, conditions."""
 
 import math
+from dataclasses import replace
 
+import dp_accounting
 import pytest
+from dp_accounting import rdp
 
-from fedpriv.privacy.accounting.accountants import ClosedForm, closed_form, epsilon_of
+from fedpriv.errors import InputError
+from fedpriv.privacy.accounting.accountants import ClosedForm, closed_form, epsilon_of, repeat_and_select
 from fedpriv.privacy.accounting.events import PureEpsilon, SubsampledGaussian
 
 BASE = {"noise_multiplier": 2.0, "sampling_probability": 0.02, "steps": 400, "delta": 1e-5, "rho_bar": 0.5}
+EVENT = SubsampledGaussian(noise_multiplier=4.0, sampling_probability=0.05, count=30)
+HOLDS = {"number_is_random_and_secret": True, "losers_are_hidden": True}
 
 
 def answer(
@@ -27,13 +31,13 @@ def answer(
     return closed_form([event], delta, **constants)
 
 
-def epsilon(**changes):
+def paper_epsilon(**changes):
     return answer(**BASE | changes).epsilon
 
 
 def test_epsilon_is_that_of_the_formula_worked_by_hand():
     # 2 * 0.02 * sqrt(400 ln 1e5) / (0.5 * 2) = 0.04 * 20 * 3.393070 = 2.714456
-    assert epsilon() == pytest.approx(2.714456, abs=1e-6)
+    assert paper_epsilon() == pytest.approx(2.714456, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_epsilon_is_that_of_the_formula_worked_by_hand():
     ],
 )
 def test_epsilon_scales_as_the_formula_says(change, factor):
-    assert epsilon(**change) == pytest.approx(factor * epsilon(), rel=1e-12)
+    assert paper_epsilon(**change) == pytest.approx(factor * paper_epsilon(), rel=1e-12)
 
 
 # At rho_bar sigma = 1 and q just below 1/16: epsilon < q^2 T means T > 4 * 16^2 * ln 1e5 = 11789.2.
@@ -70,9 +74,9 @@ def test_without_noise_epsilon_is_infinite_and_the_conditions_fail():
     [{"delta": 0.0}, {"delta": 1.0}, {"noise_multiplier": -1.0}, {"sampling_probability": 1.5}, {"steps": 0}],
     ids=str,
 )
-def test_values_out_of_range_are_refused_by_name(change):
+def test_values_out_of_range_of_the_closed_form_are_refused_by_name(change):
     with pytest.raises(ValueError, match=next(iter(change)).replace("steps", "count")):
-        epsilon(**change)
+        paper_epsilon(**change)
 
 
 def test_a_composition_that_the_theorem_does_not_cover_is_refused():
@@ -101,3 +105,43 @@ def test_closed_form_names_every_condition_that_fails():
     event = SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.5, count=10)
     result = closed_form([event], 1e-5)
     assert result.violated == ("rho_bar * sigma >= 1", "q < 1 / (16 rho_bar * sigma)", "epsilon < c1 q^2 T")
+
+
+def selection_epsilon(mean: float = 20.0, **changes) -> float:
+    return repeat_and_select([EVENT], 1e-5, mean_repetitions=mean, **HOLDS | changes)
+
+
+def test_cost_lies_between_one_run_and_all_of_them_and_grows_with_their_number():
+    assert (
+        epsilon_of([EVENT], 1e-5, "rdp").epsilon
+        < selection_epsilon(1000)
+        < epsilon_of([replace(EVENT, count=30_000)], 1e-5).epsilon
+    )
+    assert selection_epsilon(2) < selection_epsilon(20) < selection_epsilon(200)
+
+
+@pytest.mark.parametrize("shape", [0.0, 1.0, math.inf])
+def test_agrees_with_dp_accounting_called_directly(shape):
+    gaussian = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(4.0))
+    run = dp_accounting.SelfComposedDpEvent(gaussian, 30)
+    direct = rdp.RdpAccountant().compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(run, 20.0, shape))
+    assert selection_epsilon(shape=shape) == pytest.approx(direct.get_epsilon(1e-5), rel=1e-6)
+
+
+@pytest.mark.parametrize("condition", HOLDS)
+def test_a_condition_that_does_not_hold_is_named(condition):
+    with pytest.raises(InputError, match=r"random and secret|nobody may see the losers"):
+        selection_epsilon(**{condition: False})
+
+
+@pytest.mark.parametrize(
+    "change", [{"mean_repetitions": 0.5}, {"mean_repetitions": math.nan}, {"shape": -1.0}], ids=str
+)
+def test_values_out_of_range_of_a_selection_are_refused_by_name(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        repeat_and_select([EVENT], 1e-5, **{"mean_repetitions": 2.0, **HOLDS, **change})
+
+
+def test_events_that_the_bound_does_not_cover_are_refused():
+    with pytest.raises(ValueError, match="subsampled Gaussians"):
+        repeat_and_select([PureEpsilon(epsilon=0.1)], 1e-5, mean_repetitions=2.0, **HOLDS)

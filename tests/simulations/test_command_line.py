@@ -1,6 +1,4 @@
-"""Bad input gives one line with the key or file, the value and what would be right; exit code 2; nothing written."""
-
-from __future__ import annotations
+"""The command line: bad input gives one line, with what would be right and nothing written; and completion by tab."""
 
 import csv
 import subprocess
@@ -11,9 +9,16 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from simulations.__main__ import app
+from fedpriv.config import KEYS
+from simulations.__main__ import _engine_names, _override_names, _recipe_names, app
 
 ROOT = Path(__file__).resolve().parents[2]
+ASK = """
+eval "$({python} -m simulations --show-completion)"
+COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}
+_simulations_completion
+echo "${{COMPREPLY[*]}}"
+"""
 
 
 def simulate(tmp_path: Path, *pairs: str) -> Result:
@@ -93,3 +98,31 @@ def test_missing_configuration_file_from_a_shell(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert "no such configuration file" in result.stderr
+
+
+def test_keys_their_values_engines_and_recipes_are_completed():
+    assert _override_names("target_") == ["target_modules=", "target_epsilon=", "target_risk="]
+    assert _override_names("") == [f"{key}=" for key in KEYS]
+    assert _override_names("simulate=") == ["simulate=true", "simulate=false"]
+    assert _override_names("mechanism=l") == ["mechanism=lmo"]
+    assert _override_names("rank=") == _override_names("none=") == []
+    assert _engine_names("") == ["stacked", "in-process", "ray"]
+    assert _recipe_names("dp") == ["dp-lora-paper"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [
+        ("-m simulations ru", "run"),
+        ("-m simulations run --recipe d", "dp-lora-paper"),
+        ("-m simulations run -c rounds=3 -c engine=st", "stacked"),
+        ("-m simulations run -c target_e", "target_epsilon="),
+        ("-m simulations run simulations/conf", ""),
+        ("script.py ", ""),
+    ],
+)
+def test_bash_asks_and_gets_what_it_can_put_in_place(line, answers):
+    script = ASK.format(python=sys.executable, line=f"{sys.executable} {line}")
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (answers, "")

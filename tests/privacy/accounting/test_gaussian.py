@@ -1,34 +1,111 @@
-"""A person at several holders costs what the mixture of Gaussians costs, and is never charged less."""
-
-from __future__ import annotations
+"""Gaussian noise on a sample, and of a person at several holders: dp-accounting's figures, integrals, the mixture."""
 
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+import torch
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+from dp_accounting.rdp.rdp_privacy_accountant import _compute_rdp_poisson_subsampled_gaussian as by_dp_accounting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate
+from scipy.special import logsumexp
 from scipy.stats import norm
 
 from fedpriv.privacy.accounting import risk
 from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian, SummedGaussian, from_json, group, to_json
 from fedpriv.privacy.accounting.filters import RenyiFilter
+from fedpriv.privacy.accounting.gaussian import MAX_HOLDERS, _single_loss, sampled_curve, worst_other_holders
 from fedpriv.privacy.accounting.many_clients import costliest, epsilons
 from fedpriv.privacy.accounting.risk import risk_of, risks_of
-from fedpriv.privacy.accounting.several_holders import MAX_HOLDERS, worst_other_holders
 from fedpriv.privacy.accounting.views import Release, aggregate_scale
 from fedpriv.privacy.ledger.accounts import Accounts
 from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
 from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.mechanisms import discrete_gaussian
+from fedpriv.privacy.mechanisms.discrete_gaussian import MECHANISM, integers, sensitivity
+from fedpriv.privacy.mechanisms.registry import NoiseRequest
+from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.marks import slow
 from tests.privacy.ledger.test_evidence import verified
 
+pytestmark = pytest.mark.usefixtures("quiet_absl")
+# At 0.573 and z = 0.3, the thousandth term of order 1.3 is e^-29.99 of the sum.
+PROBABILITIES = [1e-6, 1e-4, 0.01, 1 / 16, 0.25, 0.5, 0.5732762522853087, 0.9, 0.999, 1 - 1e-9]
 DELTA = 1e-5
+gaussians = st.builds(
+    SubsampledGaussian,
+    noise_multiplier=st.sampled_from([1.0, 2.0]),
+    sampling_probability=st.sampled_from([0.0, 0.1, 0.2, 1.0]),
+    count=st.integers(1, 3),
+)
+# Each of 256 values moves by C / 16: three steps of the first holder's grid, one of the second's. The least noise that
+# is allowed on the second is 2^10 steps.
+DIMENSION, GRIDS, NOISE = 256, (48.0, 16.0), 64.0
+
+
+@pytest.mark.parametrize("z", [1e-3, 0.3, 1.0, 1e6, *slow(0.05, 0.7, 2.0, 50.0)])
+def test_the_curve_is_that_of_dp_accounting_and_known_where_theirs_is(z):
+    for q in PROBABILITIES:
+        ours, theirs = sampled_curve(q, z, ORDERS), by_dp_accounting(q, z, list(ORDERS))
+        known = np.isfinite(theirs)
+        assert (np.isfinite(ours) == known).all()
+        # They stop a series at terms of e^-30; ours goes on, so where terms fall slowly it is a little higher.
+        np.testing.assert_allclose(ours[known], theirs[known], rtol=1e-9, atol=1e-9)
+
+
+def by_integration(q, z, order):
+    """log E ((1 - q) + q exp((2 x - 1) / (2 z^2)))^order over x ~ N(0, z^2), by the trapezoidal rule."""
+    x = np.linspace(-40 * z, order + 40 * z, 400_001)
+    power = order * np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z))
+    log_density = -(x**2) / (2 * z * z) - math.log(z * math.sqrt(2 * math.pi))
+    return logsumexp(power + log_density + math.log(x[1] - x[0]))
+
+
+@pytest.mark.parametrize("order", [1.5, 2, 3.7, 10.9, 12, 63])
+@pytest.mark.parametrize(("q", "z"), [(0.01, 1.0), (0.125, 5.0), (0.5, 0.9), (1 / 16, 0.7)])
+def test_the_curve_is_the_integral_that_defines_it(q, z, order):
+    (ours,) = sampled_curve(q, z, [order])
+    exact = by_integration(q, z, order) / (order - 1)
+    if order == int(order):
+        assert ours == pytest.approx(exact, rel=1e-6)
+    else:
+        # Terms beyond the order alternate and are all counted as positive, which weighs at the smallest orders.
+        assert ours >= exact * (1 - 1e-6)
+        assert order < 3 or ours <= 1.01 * exact
+
+
+def test_divergences_far_below_the_rounding_of_one_are_kept():
+    # order q^2 (exp(1 / z^2) - 1) / 2, to first order in q^2
+    q, z = 1e-9, 1.0
+    np.testing.assert_allclose(
+        sampled_curve(q, z, [2, 8]), [q * q * math.expm1(1), 4 * q * q * math.expm1(1)], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("z", [0.05, 1.0, 500.0, *slow(0.7, 5.0)])
+@pytest.mark.parametrize("q", [1e-6, 0.25, 1.0, *slow(1e-4, 0.01, 0.999)])
+def test_the_losses_are_those_of_dp_accounting(q, z):
+    """Both neighbours, at every epsilon of the grid: losses above 709, whose exponential is infinite, too."""
+    interval = 1e-3 if z > 0.1 else 0.05
+    ours = _single_loss(z, q, interval)
+    theirs = from_gaussian_mechanism(z, value_discretization_interval=interval, sampling_prob=q)
+    for kind in ("_pmf_remove", "_pmf_add"):
+        one, other = (getattr(each, kind).to_dense_pmf() for each in (ours, theirs))
+        assert (one._lower_loss, one.size) == (other._lower_loss, other.size)
+        np.testing.assert_allclose(one._probs, other._probs, rtol=1e-9, atol=1e-11)
+        assert one._infinity_mass == pytest.approx(other._infinity_mass, rel=1e-9, abs=1e-30)
+    for delta in (1e-2, 1e-5, 1e-9):
+        expected = theirs.self_compose(3).get_epsilon_for_delta(delta)
+        assert ours.self_compose(3).get_epsilon_for_delta(delta) == pytest.approx(expected, rel=1e-7, abs=1e-7)
 
 
 def summed(noise: float, moves: Sequence[float], coins: Sequence[float], count: int = 1) -> SummedGaussian:
@@ -266,14 +343,6 @@ def test_many_sums_with_coins_of_their_own_are_accounted_at_once(monkeypatch, fe
         assert risk_of(sums[i], DELTA).advantage <= risks[i].advantage + 1e-9
 
 
-gaussians = st.builds(
-    SubsampledGaussian,
-    noise_multiplier=st.sampled_from([1.0, 2.0]),
-    sampling_probability=st.sampled_from([0.0, 0.1, 0.2, 1.0]),
-    count=st.integers(1, 3),
-)
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(gaussians, max_size=2).map(group), min_size=1, max_size=7), st.integers(1, 3))
 def test_what_is_left_out_never_costs_more_than_what_is_kept(histories, number):
@@ -285,3 +354,89 @@ def test_what_is_left_out_never_costs_more_than_what_is_kept(histories, number):
 
     kept = costliest(dict(enumerate(histories)), number)
     np.testing.assert_allclose(worst([histories[client] for client in kept]), worst(histories), rtol=1e-12)
+
+
+def asked(grids: Sequence[float] = GRIDS, coins: Sequence[float] = (1.0, 1.0)) -> NoiseRequest:
+    return NoiseRequest(
+        noise_multiplier=NOISE,
+        clip_norm=1.0,
+        dimension=DIMENSION,
+        sampling_probabilities=tuple(coins),
+        unit="person",
+        grids=tuple(grids),
+        bounds=(9.0,) * len(grids),
+    )
+
+
+def steps_moved(monkeypatch) -> list[int]:
+    """The steps by which a person moves each value of either holder's integers, at most: from half a step on."""
+    monkeypatch.setattr(
+        discrete_gaussian, "discrete_gaussian", lambda sigma, num, source: torch.zeros(num, dtype=torch.int64).numpy()
+    )
+    without = torch.tensor([[0.5 / grid] * DIMENSION for grid in GRIDS], dtype=torch.float64)
+    sums = [without, without + 1 / math.sqrt(DIMENSION)]
+    rounded = [MECHANISM.add_noise(each, asked(), [SeededSource(0)] * 2)[0] for each in sums]
+    moved = [integers(rounded[1][k], grid) - integers(rounded[0][k], grid) for k, grid in enumerate(GRIDS)]
+    assert all(each.unique().numel() == 1 for each in moved)
+    return [int(each[0]) for each in moved]
+
+
+def exact_delta_on_grids(moves: Sequence[int], coins: Sequence[float], epsilon: float) -> float:
+    """The larger hockey-stick divergence of both holders' noised integers, added up, from those without the person.
+
+    The ratio of their probabilities depends on the total of all values alone, whose noise is a discrete Gaussian too.
+    """
+    variance = DIMENSION * sum((grid * NOISE) ** 2 for grid in GRIDS)
+    reach = int(12 * math.sqrt(variance))
+    at = np.arange(-reach, reach + DIMENSION * sum(moves))
+
+    def law(moved: float) -> np.ndarray:
+        weights = np.exp(-((at - DIMENSION * moved) ** 2) / (2 * variance))
+        return weights / weights.sum()
+
+    without = law(0)
+    with_person = sum(chance * law(moved) for moved, chance in shares(moves, coins))
+    pairs = (with_person, without), (without, with_person)
+    return max(float(np.maximum(0.0, p - math.exp(epsilon) * q).sum()) for p, q in pairs)
+
+
+def charged(client: int, coins: Sequence[float], moves: Mapping[int, float]) -> Release:
+    """One release of a client in the sum of both, where a person moves their parts by so much at most."""
+    noises = [grid * NOISE for grid in GRIDS]
+    return Release(
+        event=MECHANISM.planned_events(asked(coins=coins))[client],
+        rho_bar=1.0,
+        aggregate_scale=math.hypot(*noises) / noises[client],
+        other_holders=worst_other_holders(moves, dict(enumerate(coins)), client, 2),
+    )
+
+
+@pytest.mark.parametrize("coins", [(1.0, 1.0), (0.3, 0.2), (0.05, 0.9)])
+def test_no_sum_of_two_holders_integers_costs_more_than_is_charged(coins, monkeypatch):
+    """With the ratio of grids, without each holder's own rounding, delta was up to a tenth too small."""
+    moves = steps_moved(monkeypatch)
+    assert moves == [4, 2], "one step more than without rounding"
+    bounds = {client: sensitivity(asked(coins=coins), client) for client in (0, 1)}
+    for client, bound in bounds.items():
+        assert moves[client] * math.sqrt(DIMENSION) == pytest.approx(bound, rel=1e-9), "which the worst case attains"
+    for epsilon in (0.0, 0.01):
+        exact = exact_delta_on_grids(moves, coins, epsilon)
+        for client in (0, 1):
+            delta = delta_of([charged(client, coins, bounds).seen_by("aggregate")], epsilon)
+            assert exact <= delta <= 1.001 * exact + 1e-7
+    by_grid = charged(0, coins, dict(enumerate(GRIDS))).seen_by("aggregate")
+    assert delta_of([by_grid], 0.0) < 0.99 * exact_delta_on_grids(moves, coins, 0.0)
+
+
+def test_dp_accounting_says_the_same_of_many_sums():
+    coins, count = (0.3, 0.2), 50_000
+    bounds = {client: sensitivity(asked(coins=coins), client) for client in (0, 1)}
+    moved, chances = zip(*shares(list(bounds.values()), coins), strict=True)
+    noise = math.hypot(*(grid * NOISE for grid in GRIDS))
+    accountant = PLDAccountant(value_discretization_interval=1e-4)
+    accountant.compose(MixtureOfGaussiansDpEvent(noise, list(moved), list(chances)), count)
+    true = accountant.get_epsilon(1e-5)
+    event = charged(0, coins, bounds).seen_by("aggregate")
+    assert true <= epsilon_of([event.with_count(count)], 1e-5).epsilon <= 1.001 * true + 1e-4
+    by_grid = charged(0, coins, dict(enumerate(GRIDS))).seen_by("aggregate")
+    assert epsilon_of([by_grid.with_count(count)], 1e-5).epsilon < 0.97 * true

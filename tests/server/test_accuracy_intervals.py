@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fedpriv.privacy.accounting.intervals import accuracy_from_counts
+from server.evaluation import accuracy_from_counts
 
 # Of 1,000 intervals that cover with probability 0.95 fewer than 930 do so once in 430 times, and more than
 # 974 once in 20,000 (binomial); of those with 2/3 of the width, 930 or more practically never.
