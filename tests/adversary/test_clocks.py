@@ -14,8 +14,7 @@ import pytest
 from torch import Tensor
 
 from fedpriv.config import to_flower
-from fedpriv.holder.vault._closing import Closing
-from fedpriv.holder.vault._service import Worker
+from fedpriv.holder.vault._service import Closing, Worker
 from fedpriv.holder.vault.settings import FILE
 from fedpriv.holder.wire import frame, kinds
 from fedpriv.learning.training.private_evaluation import EvaluationSpec

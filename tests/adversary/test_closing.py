@@ -20,8 +20,7 @@ import pytest
 
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.holder.vault import _service
-from fedpriv.holder.vault._closing import Closing
-from fedpriv.holder.vault._service import Worker, run_worker
+from fedpriv.holder.vault._service import Closing, Worker, run_worker
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import (

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv import files
-from fedpriv.holder.vault import _disk, _ring, _service
+from fedpriv.holder.vault import _disk, _service
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.wire import frame
@@ -223,10 +223,10 @@ def test_what_nobody_pays_for_is_noted_within_a_quota_and_counted_beyond_it(appr
 
 
 def test_the_log_of_what_follows_a_charge_has_one_size_and_the_newest_lines(tmp_path, capfd):
-    ring = _ring.Ring(tmp_path / "vault.log")
+    ring = _service.Ring(tmp_path / "vault.log")
     log, sizes = logging.getLogger("of a test"), set()
     logging.disable(logging.NOTSET)
-    with _ring.heard_by(ring):
+    with _service.heard_by(ring):
         for number in range(300):
             log.warning("%s", f"record {number} " + "x" * (number * 37 % 4000))
             sizes.add((tmp_path / "vault.log").stat().st_size)

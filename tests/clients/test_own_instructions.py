@@ -9,7 +9,7 @@ import torch
 
 from fedpriv.config import ON_NODES, parse, to_flower
 from fedpriv.holder.vault import _records, answer
-from fedpriv.holder.vault._tokens import TokenFile
+from fedpriv.holder.vault._records import TokenFile
 from fedpriv.holder.vault.holder import Holder, bench_of, run_of
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import REFUSED, Request

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
-from fedpriv.holder.sums import _wire
+from fedpriv.holder.sums import _messages
 from fedpriv.holder.vault import _summed
 from fedpriv.privacy.ledger.entries import CHARGED
 from fedpriv.privacy.ledger.reader import reading
@@ -199,8 +199,8 @@ class Dealer:
 
 def unreadable(session, message, share):
     """Shares that no peer can open."""
-    parts = _wire.dealt_from_text(share(session, message), session.client)
-    return _wire.sealed_text({k: part if k == session.client else bytes(len(part)) for k, part in parts.items()})
+    parts = _messages.dealt_from_text(share(session, message), session.client)
+    return _messages.sealed_text({k: part if k == session.client else bytes(len(part)) for k, part in parts.items()})
 
 
 def inconsistent(session, message, share):

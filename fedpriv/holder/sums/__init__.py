@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from fedpriv.holder.sums._masks import to_words as to_words
     from fedpriv.holder.sums._masks import verify_once as verify_once
     from fedpriv.holder.sums._masks import word_dtype as word_dtype
+    from fedpriv.holder.sums._messages import MAX_RECEIPT as MAX_RECEIPT
+    from fedpriv.holder.sums._messages import MAX_RECEIPTS as MAX_RECEIPTS
     from fedpriv.holder.sums._session import Session as Session
     from fedpriv.holder.sums._session import Sessions as Sessions
     from fedpriv.holder.sums._terms import DealerError as DealerError
@@ -47,7 +49,5 @@ if TYPE_CHECKING:
     from fedpriv.holder.sums._terms import TooFewError as TooFewError
     from fedpriv.holder.sums._terms import smallest_threshold as smallest_threshold
     from fedpriv.holder.sums._terms import terms_from_text as terms_from_text
-    from fedpriv.holder.sums._wire import MAX_RECEIPT as MAX_RECEIPT
-    from fedpriv.holder.sums._wire import MAX_RECEIPTS as MAX_RECEIPTS
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,6 +1,6 @@
 """One node's part in one attempt, each step once and in order, and the sessions that a node has at a time.
 
-The steps take and return the texts of `fedpriv.holder.sums._wire`. Whatever is refused ends the session: its
+The steps take and return the texts of `fedpriv.holder.sums._messages`. Whatever is refused ends the session: its
 secrets are forgotten, and the node has dropped out of the attempt. They live in memory only. (Python cannot overwrite
 them: they are gone for this program, and for anyone who reads its memory as soon as it is used again.)
 """
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.holder.sums import _client as node
-from fedpriv.holder.sums import _wire
+from fedpriv.holder.sums import _messages
 from fedpriv.holder.sums._masks import Sign, Verify, Words
 from fedpriv.holder.sums._terms import ProtocolError, Terms
 from fedpriv.privacy.ledger import keys
@@ -67,7 +67,7 @@ class Session:
             terms, client, sign=sign, verify=verify, approved=approved, receipts=receipts
         )
         self.terms, self.client = terms, client
-        self.advertisement = _wire.advertisement_text(advertisement)
+        self.advertisement = _messages.advertisement_text(advertisement)
 
     @property
     def receipts(self) -> tuple[str, ...]:
@@ -92,8 +92,8 @@ class Session:
         """
         return self._step(
             node.Advertised,
-            lambda state: node.share(state, _wire.advertisements_from_text(advertisements)),
-            _wire.sealed_text,
+            lambda state: node.share(state, _messages.advertisements_from_text(advertisements)),
+            _messages.sealed_text,
         )
 
     def check(self, sealed: str) -> str:
@@ -110,9 +110,9 @@ class Session:
             self.end()
             raise ProtocolError("check: out of order, this session does not stand before `mask`")
         self.end()
-        complaint = node.check(state, _wire.sealed_from_text(sealed))
+        complaint = node.check(state, _messages.sealed_from_text(sealed))
         self._state = None if complaint.dealers else state
-        return _wire.complaint_text(complaint)
+        return _messages.complaint_text(complaint)
 
     def check_sealed(self, sealed: str) -> None:
         """Refuse shares that `mask` would refuse, before what it masks is paid for; the session stays where it is.
@@ -122,7 +122,7 @@ class Session:
         """
         if not isinstance(self._state, node.Shared):
             raise ProtocolError(f"mask: out of order, this session expects {self.expects or 'nothing, it is over'}")
-        node.received(self._state, _wire.sealed_from_text(sealed))
+        node.received(self._state, _messages.sealed_from_text(sealed))
 
     def mask(self, sealed: str, values: NDArray[np.int64]) -> Words:
         """The masked vector, uint32 or uint64 [d].
@@ -136,7 +136,7 @@ class Session:
         """
         return self._step(
             node.Shared,
-            lambda state: node.mask(state, _wire.sealed_from_text(sealed), values),
+            lambda state: node.mask(state, _messages.sealed_from_text(sealed), values),
             lambda masked: masked,
         )
 
@@ -148,8 +148,8 @@ class Session:
         """
         return self._step(
             node.Masked,
-            lambda state: node.confirm(state, _wire.survivors_from_text(survivors)),
-            _wire.signature_text,
+            lambda state: node.confirm(state, _messages.survivors_from_text(survivors)),
+            _messages.signature_text,
         )
 
     def reveal(self, signatures: str) -> str:
@@ -163,8 +163,8 @@ class Session:
         """
         return self._step(
             node.Confirmed,
-            lambda state: (None, node.reveal(state, _wire.signatures_from_text(signatures))),
-            _wire.reveal_text,
+            lambda state: (None, node.reveal(state, _messages.signatures_from_text(signatures))),
+            _messages.reveal_text,
         )
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.holder.sums import _wire
+from fedpriv.holder.sums import _messages
 from fedpriv.holder.sums._masks import (
     DIGEST_BYTES,
     Route,
@@ -71,7 +71,7 @@ class Advertisements:
 
     def message(self) -> str:
         """The text that every client in U1 is sent."""
-        return _wire.advertisements_text(self.shown)
+        return _messages.advertisements_text(self.shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,9 @@ class Dealt:
 
     def message(self, client: int) -> str:
         """The text that a client in U2 is sent: the shares that all others in U2 sealed for it."""
-        return _wire.sealed_text({dealer: parts[client] for dealer, parts in self.dealt.items() if dealer != client})
+        return _messages.sealed_text(
+            {dealer: parts[client] for dealer, parts in self.dealt.items() if dealer != client}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class MaskedSum:
 
     def message(self) -> str:
         """The text that every client in U3 is sent."""
-        return _wire.survivors_text(self.survivors)
+        return _messages.survivors_text(self.survivors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ class Signed:
     def message(self) -> str:
         """The text that every client in U4 is sent: t signatures."""
         first = sorted(self.signatures)[: self.before.before.before.terms.threshold]
-        return _wire.signatures_text({client: self.signatures[client] for client in first})
+        return _messages.signatures_text({client: self.signatures[client] for client in first})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,7 @@ def collect_advertisements(
     seen: set[bytes] = set()
 
     def read(client: int, text: str) -> Advertisement:
-        shown = _wire.advertisement_from_text(text)
+        shown = _messages.advertisement_from_text(text)
         check_advertisement(terms, client, shown, verify)
         keys_shown = {shown.encryption_key, shown.mask_key}
         if len(keys_shown) < 2 or keys_shown & seen:
@@ -179,7 +181,7 @@ def collect_shares(state: Advertisements, received: Mapping[int, str]) -> Dealt:
     """
 
     def read(client: int, text: str) -> dict[int, bytes]:
-        parts = _wire.dealt_from_text(text, client)
+        parts = _messages.dealt_from_text(text, client)
         if parts.keys() != state.shown.keys():
             raise ProtocolError(f"client {client}: its shares must be for exactly those who advertised")
         return parts
@@ -200,7 +202,7 @@ def collect_checks(state: Dealt, received: Mapping[int, str]) -> Dealt:
     dishonest: dict[int, str] = {}
 
     def read(client: int, text: str) -> None:
-        complaint = _wire.complaint_from_text(text)
+        complaint = _messages.complaint_from_text(text)
         dishonest.update(_judged(state, client, complaint))
         if complaint.dealers:
             raise ProtocolError(f"client {client}: complained of client {complaint.dealers[0]}; its part is over")
@@ -266,7 +268,7 @@ def collect_signatures(state: MaskedSum, received: Mapping[int, str], *, verify:
     message = confirmed(advertisements.transcript, state.survivors)
 
     def read(client: int, text: str) -> str:
-        signature = _wire.signature_from_text(text)
+        signature = _messages.signature_from_text(text)
         if not verify(advertisements.terms.participant(client).identity, message, signature):
             raise ProtocolError(f"client {client}: it did not sign this list of survivors")
         return signature
@@ -291,7 +293,7 @@ def recover(state: Signed, received: Mapping[int, str]) -> Recovered:
     dropped = tuple(client for client in masked.before.dealt if client not in masked.survivors)
 
     def read(client: int, text: str) -> Reveal:
-        revealed = _wire.reveal_from_text(text)
+        revealed = _messages.reveal_from_text(text)
         _check_reveal(masked, transcript, client, dropped, revealed)
         return revealed
 

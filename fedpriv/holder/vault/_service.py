@@ -4,12 +4,14 @@ The service itself only carries frames between a socket and a child process, one
 before it has been charged, another takes its place and gets the same frame again; later, the node closes.
 
 From a charge on, nothing leaves before the public time that the child has named, whatever becomes of the child; nor is
-anything else answered or even received before, which would tell how long the records took, or make it longer.
+anything else answered or even received before, which would tell how long the records took, or make it longer. What is
+said of an answer after its charge may depend on records too, so it takes one room whatever it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -17,11 +19,12 @@ import resource
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,11 +32,13 @@ from types import FrameType
 from typing import NoReturn
 
 from fedpriv.errors import InputError
-from fedpriv.files import user_named
-from fedpriv.holder.vault._closing import Closing
-from fedpriv.holder.vault._ring import Ring, heard_by
+from fedpriv.files import replace_file, sync_folder, user_named
 from fedpriv.holder.vault.settings import CLOSED, VaultSettings
 from fedpriv.holder.wire.frame import FAILED, REFUSED, FrameError, Request, Response, peer_uid, receive
+
+log = logging.getLogger(__name__)
+
+_REASON = "a process of its vault was ended or killed while it worked on records"
 
 log = logging.getLogger(__name__)
 # Takes what is said of an answer after its charge.
@@ -59,12 +64,143 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
+_RING_BYTES = 2**18
+_FORMAT = "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"
+
 # The first byte of what the worker sends: the request is charged and records will be touched next; or the response.
 CHARGED = b"c"
 ANSWERED = b"a"
 
 # After CHARGED: T, the seconds after which the response may leave, or else after 2 T, 4 T and so on; 0 for at once.
 SECONDS = struct.Struct("!d")
+
+
+class Ring(logging.Handler):
+    """Keeps the last lines in a file of one size, whatever they are and however many; for its owner alone.
+
+    The newest line is the last, and blank ones fill the rest. Processes may add lines at the same time.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        formatter = logging.Formatter(*_FORMAT)
+        formatter.converter = time.gmtime
+        self.setFormatter(formatter)
+
+    def make(self) -> None:
+        """Make the file, unless it is there, and take all of its room.
+
+        Raises:
+            OSError: there is none.
+        """
+        self._add(b"", os.O_CREAT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line; where there is no file the line is lost, since none may be made now."""
+        with suppress(OSError):
+            self._add(f"{self.format(record)}\n".encode(errors="replace")[-_RING_BYTES // 2 :], 0)
+
+    def _add(self, lines: bytes, flags: int) -> None:
+        file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            size = os.fstat(file).st_size
+            if size != _RING_BYTES:
+                os.posix_fallocate(file, 0, _RING_BYTES)
+                os.fsync(file)
+            elif not lines:
+                return
+            # Without the line of which only a part is left.
+            _, _, kept = (os.pread(file, size, 0) + lines)[-_RING_BYTES:].partition(b"\n")
+            os.pwrite(file, kept.rjust(_RING_BYTES, b"\n"), 0)
+            os.ftruncate(file, _RING_BYTES)
+        finally:
+            os.close(file)
+
+
+@contextmanager
+def heard_by(ring: Ring) -> Iterator[None]:
+    """Within this context, what this process logs goes to the ring, and what libraries print goes nowhere.
+
+    So nothing of it reaches a log that grows, such as a service manager's.
+    """
+    with suppress(OSError):  # where there is no room, the lines are lost
+        ring.make()
+    root, before = logging.getLogger(), logging.getLogger().handlers[:]
+    outputs = sys.stdout, sys.stderr
+    for output in outputs:
+        output.flush()
+    kept, nowhere = [os.dup(number) for number in (1, 2)], os.open(os.devnull, os.O_WRONLY)
+    try:
+        root.handlers[:] = [ring]
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        for output in outputs:
+            output.flush()
+        for number, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, number)
+        root.handlers[:] = before
+        for file in (*kept, nowhere):
+            os.close(file)
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The files that say that a node works on records, or that it is closed.
+
+    A node closes if a process of its vault dies while it works on records, or with records in memory. A marker lies on
+    disk from before the records are touched until the reply may leave, whose time is public. If the vault ends in
+    between, whatever ended it, its next start finds the marker, and the node is closed until its operator has looked.
+    Others then learn at most once that it did, and a restart at another time shows them nothing.
+
+    Attributes:
+        marker: of work on records.
+        closed: closes the node while it exists; it says why.
+    """
+
+    marker: Path
+    closed: Path
+
+    @staticmethod
+    def of(settings: VaultSettings) -> Closing:
+        """Those of a node's folder."""
+        return Closing(settings.folder / "working", settings.closed)
+
+    def begin(self) -> None:
+        """Note durably that records will be touched.
+
+        Raises:
+            OSError: that cannot be written, so they must not be.
+        """
+        replace_file(self.marker, f"{_REASON}\n".encode(), mode=0o600)
+        sync_folder(self.marker)
+
+    def end(self) -> None:
+        """Take note that a reply may leave, whatever became of the records."""
+        self.marker.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the node, durably.
+
+        Raises:
+            OSError: that cannot be written, so nothing may be answered any more.
+        """
+        if not self.marker.exists():  # records were in memory only
+            self.begin()
+        self.marker.replace(self.closed)
+        sync_folder(self.closed)
+        log.error("this node is closed: %s; look at its log and its records before you open it again", _REASON)
+
+    def close_if_left(self) -> None:
+        """Close the node if its vault ended while it worked on records."""
+        if self.marker.exists():
+            self.close()
 
 
 class _Hold:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,8 +18,7 @@ from typing import NamedTuple
 from fedpriv.config import RunConfig
 from fedpriv.files import Journal, trace_without_message
 from fedpriv.holder.vault import _charging, _records, _reply_times, _summed
-from fedpriv.holder.vault._affordable import afford
-from fedpriv.holder.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, refused
+from fedpriv.holder.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, refused, registered_data_set
 from fedpriv.holder.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits, check_unit
 from fedpriv.holder.vault._summed import Part
 from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
@@ -47,8 +46,11 @@ from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, Upd
 from fedpriv.learning.training.private_evaluation import NoisedCounts
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.learning.training.workbench import Workbench
+from fedpriv.privacy.accounting import filters
+from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.views import Release
-from fedpriv.privacy.ledger.entries import NOT_READ, Key
+from fedpriv.privacy.ledger.entries import NOT_READ, DataSet, Key
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
 
 log = logging.getLogger(__name__)
@@ -177,11 +179,65 @@ def settle(prepared: Prepared, update: ClientUpdate | Exception) -> Response:
         return refused(error, Journal(None))
 
 
+def _afford(request: Request, holder: Holder) -> Response:
+    """How many of the planned releases fit, one after the other; it charges nothing, and is no promise.
+
+    Raises:
+        RefusedError: the plan is malformed, or the node's data are not registered with its ledger.
+        LedgerError: the node's ledger cannot be used.
+    """
+    policy = holder.policy
+    try:
+        planned = kinds.unpack_plan(request.fields, policy.budget_view)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+    total = sum(number for _, number in planned)
+    data_set = registered_data_set(policy, str(holder.client), None) if policy.ledger is not None else None
+    # Where the holder starts the runs, the coordinator knows the budget.
+    fitting = total if data_set is None or policy.fixed_schedule else _fitting(policy, data_set, planned)
+    holder.journal.write("asked", planned=total, affordable=fitting)
+    return Response.of(fields=kinds.pack(kinds.Affordable(releases=fitting)))
+
+
+def _fitting(policy: NodePolicy, data_set: DataSet, planned: Sequence[tuple[Event, int]]) -> int:
+    """The number of releases, in this order, that the budget and the number of releases allow.
+
+    Args:
+        policy: with a ledger.
+        data_set: that pays.
+        planned: (what one release costs on the budget's view, how many of them).
+    """
+    assert policy.ledger is not None
+    with Ledger(policy.ledger) as ledger:
+        notes = ledger.bounds(data_set.id)
+        history = [release.charged_on(policy.budget_view) for release in ledger.releases_in_order(data_set.id)]
+        num_before = ledger.chain(data_set.id).newest.counter
+        is_known = ledger.is_known_in_full(data_set.id)
+    units = {event.unit for event in history} | {event.unit for event, _ in planned}
+    if not is_known or len(units) > 1:
+        return 0
+    left = policy.limits.max_releases - num_before if policy.limits is not None else None
+    epsilon, delta = policy.budget_epsilon, data_set.delta_for_releases
+    rule = None if epsilon is None else filters.rule_in_force(notes, epsilon, delta)
+    fitting = 0
+    for event, number in planned:
+        here = float(number)
+        if epsilon is not None and rule is not None:
+            here = min(here, rule.remaining(history, event, epsilon=epsilon, delta=delta))
+        if left is not None:
+            here = min(here, left - fitting)
+        fitting += max(0, int(here))
+        if here < number:
+            break
+        history.append(event.with_count(number * event.count))
+    return fitting
+
+
 _ANSWERS: Mapping[str, Callable[[Request, Holder], Response]] = {
     REGISTER: _records.register,
     TRAIN: _release,
     EVALUATE: _release,
-    AFFORD: afford,
+    AFFORD: _afford,
     ADVERTISE: _summed.advertise,
     SHARE: _summed.share,
     CHECK: _summed.check,

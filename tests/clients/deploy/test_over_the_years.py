@@ -14,7 +14,7 @@ from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
 from fedpriv.holder.vault import answer
-from fedpriv.holder.vault._tokens import TokenFile
+from fedpriv.holder.vault._records import TokenFile
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.wire.frame import REFUSED

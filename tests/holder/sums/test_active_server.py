@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedpriv.holder.sums import _client as node_side
-from fedpriv.holder.sums import _wire
+from fedpriv.holder.sums import _messages
 from fedpriv.holder.sums._masks import verify_once
 from fedpriv.holder.sums._messages import advertised
 from fedpriv.holder.sums._session import Session, Sessions
@@ -46,7 +46,7 @@ def changed(text: str, **entries: object) -> str:
 
 def signed(client: int, terms=TERMS, **changes):
     """An advertisement that a malicious client signs properly though it holds something else."""
-    honest = _wire.advertisement_from_text(begin(terms, client).advertisement)
+    honest = _messages.advertisement_from_text(begin(terms, client).advertisement)
     altered = replace(honest, **changes)
     return replace(altered, signature=node(client).sign(advertised(terms, altered)))
 
@@ -76,7 +76,7 @@ def test_a_key_of_the_server_signed_by_the_server_is_refused():
     attempt = attempted(TERMS, "advertise")
     foreign = replace(attempt.u1.shown[1], encryption_key=attempt.u1.shown[2].encryption_key)
     foreign = replace(foreign, signature=node(99).sign(advertised(TERMS, foreign)))
-    message = _wire.advertisements_text({**attempt.u1.shown, 1: foreign})
+    message = _messages.advertisements_text({**attempt.u1.shown, 1: foreign})
     refuses(attempt.sessions[0], "share", message, "client 1: its registered key did not sign")
 
 
@@ -91,8 +91,8 @@ def test_a_key_of_the_server_signed_by_the_server_is_refused():
 )
 def test_an_advertisement_of_another_attempt_round_or_run_is_refused(old):
     attempt = attempted(TERMS, "advertise")
-    replayed = _wire.advertisement_from_text(begin(old, 1).advertisement)
-    message = _wire.advertisements_text({**attempt.u1.shown, 1: replayed})
+    replayed = _messages.advertisement_from_text(begin(old, 1).advertisement)
+    message = _messages.advertisements_text({**attempt.u1.shown, 1: replayed})
     refuses(attempt.sessions[0], "share", message, "client 1: its registered key did not sign these keys for these")
 
 
@@ -121,9 +121,9 @@ def test_clients_with_different_terms_refuse_each_other(field):
     told_otherwise = begin(OTHER_TERMS[field], 0)
     attempt = Attempt(terms=TERMS, sessions={k: begin(TERMS, k) for k in range(1, 5)})
     attempt.advertise()
-    shown = {**attempt.u1.shown, 0: _wire.advertisement_from_text(told_otherwise.advertisement)}
-    refuses(attempt.sessions[1], "share", _wire.advertisements_text(shown), "client 0: .* for these terms")
-    refuses(told_otherwise, "share", _wire.advertisements_text(shown), "client 1: .* for these terms")
+    shown = {**attempt.u1.shown, 0: _messages.advertisement_from_text(told_otherwise.advertisement)}
+    refuses(attempt.sessions[1], "share", _messages.advertisements_text(shown), "client 0: .* for these terms")
+    refuses(told_otherwise, "share", _messages.advertisements_text(shown), "client 1: .* for these terms")
 
 
 def test_every_field_of_the_terms_is_tried():
@@ -156,9 +156,9 @@ def test_approved_peers_are_accepted_and_a_foreign_identity_for_oneself_is_not()
 def test_ones_own_advertisement_must_be_there_and_unchanged():
     attempt = attempted(TERMS, "advertise")
     without = {k: shown for k, shown in attempt.u1.shown.items() if k != 0}
-    refuses(attempt.sessions[0], "share", _wire.advertisements_text(without), "client 0: its own .* missing")
-    earlier = _wire.advertisement_from_text(begin(TERMS, 1).advertisement)
-    message = _wire.advertisements_text({**attempt.u1.shown, 1: earlier})
+    refuses(attempt.sessions[0], "share", _messages.advertisements_text(without), "client 0: its own .* missing")
+    earlier = _messages.advertisement_from_text(begin(TERMS, 1).advertisement)
+    message = _messages.advertisements_text({**attempt.u1.shown, 1: earlier})
     refuses(attempt.sessions[1], "share", message, "client 1: its own .* changed")
 
 
@@ -174,19 +174,21 @@ def test_a_client_that_is_listed_twice_or_unknown_is_refused():
 def test_a_key_with_two_owners_or_two_purposes_is_refused():
     attempt = attempted(TERMS, "advertise")
     copied = signed(3, encryption_key=attempt.u1.shown[1].encryption_key)
-    message = _wire.advertisements_text({**attempt.u1.shown, 3: copied})
+    message = _messages.advertisements_text({**attempt.u1.shown, 3: copied})
     refuses(attempt.sessions[0], "share", message, "client 3: one of its keys is also a key of client 1")
     both = signed(3, encryption_key=attempt.u1.shown[3].mask_key, mask_key=attempt.u1.shown[3].mask_key)
-    message = _wire.advertisements_text({**attempt.u1.shown, 3: both})
+    message = _messages.advertisements_text({**attempt.u1.shown, 3: both})
     refuses(attempt.sessions[1], "share", message, "client 3: one of its keys is also a key of client 3")
 
 
 def test_an_encryption_key_that_agrees_on_zero_or_has_a_second_name_is_refused():
     attempt = attempted(TERMS, "advertise")
-    message = _wire.advertisements_text({**attempt.u1.shown, 3: signed(3, encryption_key=bytes(32))})
+    message = _messages.advertisements_text({**attempt.u1.shown, 3: signed(3, encryption_key=bytes(32))})
     refuses(attempt.sessions[0], "share", message, "client 3: its X25519 key agrees on zero")
     own = attempt.u1.shown[3].mask_key
-    message = _wire.advertisements_text({**attempt.u1.shown, 3: signed(3, mask_key=own[:-1] + bytes([own[-1] | 128]))})
+    message = _messages.advertisements_text(
+        {**attempt.u1.shown, 3: signed(3, mask_key=own[:-1] + bytes([own[-1] | 128]))}
+    )
     refuses(attempt.sessions[1], "share", message, "client 3: its keys must be X25519")
 
 
@@ -195,7 +197,7 @@ def test_a_mask_key_that_agrees_on_zero_is_refused_before_anything_is_masked():
     _, honest = node_side.advertise(TERMS, 3, sign=node(3).sign, approved=None, verify=verify_once)
     zero = replace(honest, mask_key=bytes(32))
     zero = replace(zero, signature=node(3).sign(advertised(TERMS, zero)))
-    message = _wire.advertisements_text({**attempt.u1.shown, 3: zero})
+    message = _messages.advertisements_text({**attempt.u1.shown, 3: zero})
     refuses(attempt.sessions[0], "share", message, "client 3: its X25519 key agrees on zero")
 
 
@@ -215,18 +217,18 @@ def test_ciphertexts_swapped_between_peers_are_refused():
 @pytest.mark.parametrize("position", [0, 63, 64, 76, 107, 123], ids=lambda place: f"byte {place}")
 def test_sealed_shares_with_a_changed_bit_are_refused(position):
     attempt = attempted(TERMS, "share")
-    received = _wire.sealed_from_text(attempt.u2.message(0))
+    received = _messages.sealed_from_text(attempt.u2.message(0))
     part = bytearray(received[2])
     part[position] ^= 1
-    refuses(attempt.sessions[0], "mask", _wire.sealed_text({**received, 2: bytes(part)}), "shares from client 2")
+    refuses(attempt.sessions[0], "mask", _messages.sealed_text({**received, 2: bytes(part)}), "shares from client 2")
 
 
 def test_shares_that_were_sealed_after_other_advertisements_are_refused():
     attempt = attempted(TERMS, "advertise")
     fewer = {k: shown for k, shown in attempt.u1.shown.items() if k != 4}
-    dealt = {k: _wire.dealt_from_text(attempt.sessions[k].share(attempt.u1.message()), k) for k in (0, 1, 2)}
-    dealt[3] = _wire.dealt_from_text(attempt.sessions[3].share(_wire.advertisements_text(fewer)), 3)
-    message = _wire.sealed_text({k: dealt[k][0] for k in (1, 2, 3)})
+    dealt = {k: _messages.dealt_from_text(attempt.sessions[k].share(attempt.u1.message()), k) for k in (0, 1, 2)}
+    dealt[3] = _messages.dealt_from_text(attempt.sessions[3].share(_messages.advertisements_text(fewer)), 3)
+    message = _messages.sealed_text({k: dealt[k][0] for k in (1, 2, 3)})
     refuses(attempt.sessions[0], "mask", message, "shares from client 3: .* after the same advertisements")
 
 
@@ -271,21 +273,23 @@ def test_signatures_of_another_list_are_refused():
     attempt = attempted(TERMS, "mask")
     lists = {client: [0, 1, 2, 3, 4] if client in (0, 1) else [0, 2, 3, 4] for client in (0, 1, 2, 3, 4)}
     signatures = {
-        client: _wire.signature_from_text(attempt.sessions[client].confirm(_wire.survivors_text(listed)))
+        client: _messages.signature_from_text(attempt.sessions[client].confirm(_messages.survivors_text(listed)))
         for client, listed in lists.items()
     }
-    refuses(attempt.sessions[0], "reveal", _wire.signatures_text(signatures), "signatures: that of client 2 is not of")
+    refuses(
+        attempt.sessions[0], "reveal", _messages.signatures_text(signatures), "signatures: that of client 2 is not of"
+    )
     # Client 1 is no survivor in the other list, so there its mask key would be asked for, and above its self-mask.
-    refuses(attempt.sessions[2], "reveal", _wire.signatures_text(signatures), "signatures: client 1 took no part")
+    refuses(attempt.sessions[2], "reveal", _messages.signatures_text(signatures), "signatures: client 1 took no part")
     valid = {client: signatures[client] for client in (0, 1)}
-    refuses(attempt.sessions[1], "reveal", _wire.signatures_text(valid), "are of 2 clients", few=True)
+    refuses(attempt.sessions[1], "reveal", _messages.signatures_text(valid), "are of 2 clients", few=True)
 
 
 def test_signatures_of_an_earlier_session_under_the_same_terms_are_refused():
     earlier, attempt = attempted(TERMS, "confirm"), attempted(TERMS, "confirm")
     assert earlier.u3.survivors == attempt.u3.survivors
     mixed = {**attempt.u4.signatures, 1: earlier.u4.signatures[1]}
-    refuses(attempt.sessions[0], "reveal", _wire.signatures_text(mixed), "signatures: that of client 1 is not of")
+    refuses(attempt.sessions[0], "reveal", _messages.signatures_text(mixed), "signatures: that of client 1 is not of")
 
 
 def test_a_signature_counts_once_and_for_its_signer_alone():
@@ -293,7 +297,9 @@ def test_a_signature_counts_once_and_for_its_signer_alone():
     message = attempt.u4.message()
     refuses(attempt.sessions[0], "reveal", message[:-1] + "," + message[1:], "'0' is listed twice")
     borrowed = {**attempt.u4.signatures, 1: attempt.u4.signatures[2]}
-    refuses(attempt.sessions[1], "reveal", _wire.signatures_text(borrowed), "signatures: that of client 1 is not of")
+    refuses(
+        attempt.sessions[1], "reveal", _messages.signatures_text(borrowed), "signatures: that of client 1 is not of"
+    )
     refuses(attempt.sessions[2], "reveal", changed(message, c9=attempt.u4.signatures[2]), "client 9 took no part")
 
 
@@ -302,7 +308,7 @@ def test_no_client_reveals_both_shares_of_one_peer():
     attempt.advertise().share().mask([0, 1, 2, 3]).confirm()
     message = attempt.u4.message()
     for session in (attempt.sessions[client] for client in (0, 1, 2, 3)):
-        revealed = _wire.reveal_from_text(session.reveal(message))
+        revealed = _messages.reveal_from_text(session.reveal(message))
         assert set(revealed.self_shares) == {0, 1, 2, 3}
         assert set(revealed.mask_shares) == {4}
         with pytest.raises(ProtocolError, match="reveal: out of order, this session is over"):
@@ -317,10 +323,10 @@ def test_fewer_than_the_threshold_are_refused(step):
     before = {"share": "advertise", "mask": "share", "confirm": "mask", "reveal": "confirm"}[step]
     attempt = attempted(TERMS, before)
     few = {
-        "share": lambda: _wire.advertisements_text({k: attempt.u1.shown[k] for k in (0, 1, 2)}),
-        "mask": lambda: _wire.sealed_text({k: attempt.u2.dealt[k][0] for k in (1, 2)}),
-        "confirm": lambda: _wire.survivors_text([0, 1, 2]),
-        "reveal": lambda: _wire.signatures_text({k: attempt.u4.signatures[k] for k in (0, 1, 2)}),
+        "share": lambda: _messages.advertisements_text({k: attempt.u1.shown[k] for k in (0, 1, 2)}),
+        "mask": lambda: _messages.sealed_text({k: attempt.u2.dealt[k][0] for k in (1, 2)}),
+        "confirm": lambda: _messages.survivors_text([0, 1, 2]),
+        "reveal": lambda: _messages.signatures_text({k: attempt.u4.signatures[k] for k in (0, 1, 2)}),
     }[step]()
     refuses(attempt.sessions[0], step, few, "are of 3 clients, must be of at least 4", few=True)
 

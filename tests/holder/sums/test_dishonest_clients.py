@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedpriv.holder.sums import _client as node_side
-from fedpriv.holder.sums import _masks, _wire, server
+from fedpriv.holder.sums import _masks, _messages, server
 from fedpriv.holder.sums._masks import verify_once
 from fedpriv.holder.sums._messages import Complaint, advertised
 from fedpriv.holder.sums._terms import ProtocolError, TooFewError
@@ -53,11 +53,11 @@ def test_a_malformed_advertisement_makes_a_dropout_with_a_reason(text, match):
 def test_a_copied_key_and_a_stranger_are_left_out():
     attempt = Attempt(terms=TERMS)
     texts = {client: session.advertisement for client, session in attempt.sessions.items()}
-    first = _wire.advertisement_from_text(texts[0])
-    copied = replace(_wire.advertisement_from_text(texts[LIAR]), mask_key=first.encryption_key)
+    first = _messages.advertisement_from_text(texts[0])
+    copied = replace(_messages.advertisement_from_text(texts[LIAR]), mask_key=first.encryption_key)
     copied = replace(copied, signature=node(LIAR).sign(advertised(TERMS, copied)))
     state = server.collect_advertisements(
-        TERMS, texts | {LIAR: _wire.advertisement_text(copied), 9: texts[0]}, verify=verify_once
+        TERMS, texts | {LIAR: _messages.advertisement_text(copied), 9: texts[0]}, verify=verify_once
     )
     assert state.refused[LIAR] == "client 1: one of its keys occurs twice"
     assert state.refused[9] == "client 9: took no part in the exchange before"
@@ -111,9 +111,9 @@ def test_a_holder_that_reveals_another_share_is_named_and_left_out(kind):
     attempt.advertise().share().mask([0, 1, 2, 3]).confirm()
     message = attempt.u4.message()
     texts = {client: attempt.sessions[client].reveal(message) for client in (0, 1, 2, 3)}
-    lied = _wire.reveal_from_text(texts[LIAR])
+    lied = _messages.reveal_from_text(texts[LIAR])
     about = 2 if kind == "self_shares" else 4
-    texts[LIAR] = _wire.reveal_text(replace(lied, **{kind: {**getattr(lied, kind), about: bytes(16)}}))
+    texts[LIAR] = _messages.reveal_text(replace(lied, **{kind: {**getattr(lied, kind), about: bytes(16)}}))
     recovered = server.recover(attempt.u4, texts)
     assert recovered.refused == {LIAR: f"client 1: its share of client {about}'s seed is not the one it was dealt"}
     np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 1, 2, 3))
@@ -125,10 +125,10 @@ def test_a_reveal_of_other_clients_than_asked_for_is_left_out():
     attempt = attempted(TERMS, "confirm")
     message = attempt.u4.message()
     texts = {client: attempt.sessions[client].reveal(message) for client in range(5)}
-    lied = _wire.reveal_from_text(texts[LIAR])
+    lied = _messages.reveal_from_text(texts[LIAR])
     both = replace(lied, mask_shares={2: bytes(16)})
     for wrong, match in ((both, "must reveal the self-masks"), (replace(lied, client=2), "names client 2")):
-        recovered = server.recover(attempt.u4, texts | {LIAR: _wire.reveal_text(wrong)})
+        recovered = server.recover(attempt.u4, texts | {LIAR: _messages.reveal_text(wrong)})
         assert match in recovered.refused[LIAR]
 
 
@@ -139,13 +139,13 @@ def test_a_dealer_whose_shares_give_another_seed_is_named_and_no_sum_is_made(see
     state, shown = node_side.advertise(TERMS, LIAR, sign=node(LIAR).sign, approved=None, verify=verify_once)
     texts = {client: attempt.sessions[client].advertisement for client in others}
     attempt.u1 = server.collect_advertisements(
-        TERMS, texts | {LIAR: _wire.advertisement_text(shown)}, verify=verify_once
+        TERMS, texts | {LIAR: _messages.advertisement_text(shown)}, verify=verify_once
     )
     shared, dealt = node_side.share(replace(state, **{seed: bytes(16)}), attempt.u1.shown)
     texts = {client: attempt.sessions[client].share(attempt.u1.message()) for client in others}
-    attempt.u2 = server.collect_shares(attempt.u1, texts | {LIAR: _wire.sealed_text(dealt)})
+    attempt.u2 = server.collect_shares(attempt.u1, texts | {LIAR: _messages.sealed_text(dealt)})
     if seed == "self_seed":
-        sealed = _wire.sealed_from_text(attempt.u2.message(LIAR))
+        sealed = _messages.sealed_from_text(attempt.u2.message(LIAR))
         attempt.vectors[LIAR] = node_side.mask(shared, sealed, make_values(TERMS)[LIAR])[1]
     attempt.mask(others).confirm(others)
     with pytest.raises(ProtocolError, match=r"client 1: the shares that it dealt do not give the (seed|key)"):
@@ -205,7 +205,7 @@ def test_who_complains_of_sound_shares_is_named_in_place_of_their_dealer():
         "that nobody dealt": Complaint(dealers=(9,), opening=own),
     }
     for reason, lie in lies.items():
-        checked = server.collect_checks(attempt.u2, honest | {LIAR: _wire.complaint_text(lie)})
+        checked = server.collect_checks(attempt.u2, honest | {LIAR: _messages.complaint_text(lie)})
         assert list(checked.dishonest) == [LIAR]
         assert reason in checked.dishonest[LIAR]
     for text in ("{}", '{"dealers":[2],"opening":""}', '{"dealers":[],"opening":"AAAA"}'):
@@ -218,7 +218,7 @@ def test_who_complains_of_sound_shares_is_named_in_place_of_their_dealer():
 def test_a_key_that_agrees_on_zero_is_refused_where_it_is_shown():
     attempt = Attempt(terms=TERMS)
     texts = {client: session.advertisement for client, session in attempt.sessions.items()}
-    zero = replace(_wire.advertisement_from_text(texts[LIAR]), encryption_key=bytes(32))
+    zero = replace(_messages.advertisement_from_text(texts[LIAR]), encryption_key=bytes(32))
     zero = replace(zero, signature=node(LIAR).sign(advertised(TERMS, zero)))
-    state = server.collect_advertisements(TERMS, texts | {LIAR: _wire.advertisement_text(zero)}, verify=verify_once)
+    state = server.collect_advertisements(TERMS, texts | {LIAR: _messages.advertisement_text(zero)}, verify=verify_once)
     assert state.refused == {LIAR: "client 1: its X25519 key agrees on zero with everyone"}

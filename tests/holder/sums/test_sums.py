@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedpriv.holder.sums import _client as node_side
-from fedpriv.holder.sums import _wire, server
+from fedpriv.holder.sums import _messages, server
 from fedpriv.holder.sums._masks import verify_once
 from fedpriv.holder.sums._terms import Terms, TooFewError, smallest_threshold
 from tests.holder.sums.attempts import Attempt, make_terms, make_values, node
@@ -31,32 +31,34 @@ class Patterns:
             for k in terms.by_client
         }
         self.begun = {client: state for client, (state, _) in begun.items()}
-        self.texts = {client: _wire.advertisement_text(message) for client, (_, message) in begun.items()}
+        self.texts = {client: _messages.advertisement_text(message) for client, (_, message) in begun.items()}
         for name in ("advertised", "shared", "masked", "confirmed"):
             setattr(self, name, cache(getattr(self, name)))
 
     def advertised(self, u1: Group):
         state = server.collect_advertisements(self.terms, {k: self.texts[k] for k in u1}, verify=verify_once)
-        return state, {k: node_side.share(self.begun[k], _wire.advertisements_from_text(state.message())) for k in u1}
+        return state, {
+            k: node_side.share(self.begun[k], _messages.advertisements_from_text(state.message())) for k in u1
+        }
 
     def shared(self, u1: Group, u2: Group):
         before, nodes = self.advertised(u1)
-        state = server.collect_shares(before, {k: _wire.sealed_text(nodes[k][1]) for k in u2})
-        sealed = {k: _wire.sealed_from_text(state.message(k)) for k in u2}
+        state = server.collect_shares(before, {k: _messages.sealed_text(nodes[k][1]) for k in u2})
+        sealed = {k: _messages.sealed_from_text(state.message(k)) for k in u2}
         return state, {k: node_side.mask(nodes[k][0], sealed[k], self.values[k]) for k in u2}
 
     def masked(self, u1: Group, u2: Group, u3: Group):
         before, nodes = self.shared(u1, u2)
         state = server.collect_masked(before, {k: nodes[k][1] for k in u3})
-        survivors = _wire.survivors_from_text(state.message())
+        survivors = _messages.survivors_from_text(state.message())
         return state, {k: node_side.confirm(nodes[k][0], survivors) for k in u3}
 
     def confirmed(self, u1: Group, u2: Group, u3: Group, u4: Group):
         before, nodes = self.masked(u1, u2, u3)
-        texts = {k: _wire.signature_text(nodes[k][1]) for k in u4}
+        texts = {k: _messages.signature_text(nodes[k][1]) for k in u4}
         state = server.collect_signatures(before, texts, verify=verify_once)
-        signatures = _wire.signatures_from_text(state.message())
-        return state, {k: _wire.reveal_text(node_side.reveal(nodes[k][0], signatures)) for k in u4}
+        signatures = _messages.signatures_from_text(state.message())
+        return state, {k: _messages.reveal_text(node_side.reveal(nodes[k][0], signatures)) for k in u4}
 
     def recovered(self, groups: tuple[Group, ...]) -> server.Recovered:
         state, reveals = self.confirmed(*groups[:4])

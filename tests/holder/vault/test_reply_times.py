@@ -18,8 +18,8 @@ from scipy.stats import binom
 from fedpriv.errors import InputError
 from fedpriv.holder.vault import _reply_times, _service
 from fedpriv.holder.vault import answer as answer_module
-from fedpriv.holder.vault._closing import Closing
 from fedpriv.holder.vault._reply_times import log_odds, most_drawn
+from fedpriv.holder.vault._service import Closing
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.wire.frame import REGISTER, Request, Response

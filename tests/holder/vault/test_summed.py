@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedpriv.config import ON_NODES, parse
-from fedpriv.holder.sums import Terms, _wire
+from fedpriv.holder.sums import Terms, _messages
 from fedpriv.holder.vault import _records, _summed
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.wire import kinds
@@ -382,11 +382,11 @@ def line_of(site: Coordinator, client: int) -> str:
 def test_what_a_peer_says_of_receipts_cannot_be_changed_on_its_way(site, lie):
     terms = site.terms("stripped")
     shown = {client: site.advertise(client, terms).fields["message"] for client in terms.by_client}
-    texts = {client: _wire.advertisement_from_text(text) for client, text in shown.items()}
+    texts = {client: _messages.advertisement_from_text(text) for client, text in shown.items()}
     assert all(each.receipts for each in texts.values())
     others = texts[0].receipts if lie is None else lie
     texts[2] = replace(texts[2], receipts=tuple(others))
-    answer = site.step(1, SHARE, terms, _wire.advertisements_text(texts))
+    answer = site.step(1, SHARE, terms, _messages.advertisements_text(texts))
     assert answer.code == REFUSED
     assert "did not sign these keys" in answer.reason
 

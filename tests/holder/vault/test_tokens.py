@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedpriv.holder.vault import _charging, _tokens, answer
-from fedpriv.holder.vault._tokens import TokenFile
+from fedpriv.holder.vault._records import TokenFile
 from fedpriv.holder.wire.frame import REFUSED
 from fedpriv.learning.data import records
 from fedpriv.learning.data.chat import ChatFormat
