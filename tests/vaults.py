@@ -1,7 +1,5 @@
 """Folders of nodes with records of their own, as an operator makes them."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ noised step, `report` from what the rounds cost to the report page, and `http` f
 request. A file of ours counts with its lines if one of its functions ran on the way.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

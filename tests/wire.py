@@ -1,7 +1,5 @@
 """Requests and answers in Flower's messages, for tests that play one side."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """The models that operators have approved, and what runs on them start from."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 What a coordinator learns from the two must be the same, but for what was paid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

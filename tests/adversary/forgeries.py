@@ -4,8 +4,6 @@ It holds its own ledger, the receipts that nodes have signed, and the verifier's
 its lies come to. It has a key of its own, and none of a node.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

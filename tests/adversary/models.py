@@ -1,7 +1,5 @@
 """Models that a coordinator may name: a tokenizer that is an oracle, and architectures in which records touch."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

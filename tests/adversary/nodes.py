@@ -3,8 +3,6 @@
 All that knows how a node is set up, and how a question travels, is here.
 """
 
-from __future__ import annotations
-
 import csv
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Questions that a coordinator may think of: attacks that are known, and anything that hypothesis can put together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

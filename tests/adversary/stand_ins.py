@@ -4,8 +4,6 @@ With them, two nodes answer alike to the byte unless something other than the no
 sums themselves are kept before noise would be added, and two nodes' are compared with what was charged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

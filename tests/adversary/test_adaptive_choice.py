@@ -1,7 +1,5 @@
 """A coordinator that chooses its next release by what it has seen gains nothing beyond (epsilon, delta)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The files that an operator has approved decide what a model computes on a node, and nothing beside them does."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Nodes from which one protection was taken: what a coordinator learns from each, the harness sees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Frames that anyone has changed, at the vault and at the server: refused in one line, and nothing is left of them."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -1,7 +1,5 @@
 """What a charge buys: one attempt, on the data that it was made for, within a budget; and N_k is never for sale."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A coordinator with a clock: when a reply leaves tells nothing of the records, as far as rank statistics can see."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import time

@@ -1,7 +1,5 @@
 """A node of which a process dies on records answers nothing more: what a coordinator learns of it, it learns once."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

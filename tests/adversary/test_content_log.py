@@ -1,7 +1,5 @@
 """What a node notes of its records' content never decides about an upload: one record would decide for all."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedpriv.errors import LedgerError

@@ -5,8 +5,6 @@ all that a node has signed up to the newest receipt of its that the bundle shows
 which the bundle shows nothing, no file can prove; of that the verifier has to say so.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ The disk is a stand-in that counts what is in the node's folder; its records lie
 tests/deployment/test_full_disk.py plays the same against a vault's process on a real one.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

@@ -4,8 +4,6 @@ The kernels are stand-ins, so the attacks need no special processor: they flip t
 where a pass has several records, by their number. No trial of kernels need find that: real ones do it for few values.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """A lowered budget takes back nothing: what is told of a data set holds for the largest one that was ever in force."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

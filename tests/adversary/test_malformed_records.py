@@ -1,7 +1,5 @@
 """A record that cannot be read is one record: the others are summed as without it."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Whatever a coordinator asks.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

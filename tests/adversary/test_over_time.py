@@ -1,7 +1,5 @@
 """What lies between two requests: other data registered, files replaced, another configuration for the same round."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 

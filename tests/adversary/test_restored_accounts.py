@@ -1,7 +1,5 @@
 """An account of a Flower app whose ledger is an old copy releases nothing: what it lacks is never spent twice."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A ledger that was restored with its head is intact, and spends a second time what it lacks; the node notices."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import suppress
 from dataclasses import replace

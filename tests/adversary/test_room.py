@@ -1,7 +1,5 @@
 """What a node has room for is decided by public numbers: a record's length decides nothing about the others."""
 
-from __future__ import annotations
-
 import errno
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 A coordinator that could toss such coins again would have every record evaluated in one run and trained on in another.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from fedpriv.config import ON_NODES, RunConfig, parse, to_flower

@@ -1,7 +1,5 @@
 """`fedpriv ...` in this process: the console script's own `main`, without the seconds that a new interpreter takes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Small inputs of the commands: variants to deduplicate, a ledger, tables, scores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

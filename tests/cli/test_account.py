@@ -1,7 +1,5 @@
 """`fedpriv account`, `calibrate` and `repeat-and-select`: the library's figures, and what may not be asked."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedpriv.privacy.accounting.accountants import epsilon_of

@@ -1,7 +1,5 @@
 """`fedpriv audit`: bounds and membership from score files, and one line for what is wrong with a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`fedpriv dedup` on variants of a small linear model: plan, run, restore, verify, and one line for what is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

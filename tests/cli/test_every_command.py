@@ -3,8 +3,6 @@
 The commands are found by walking the app, so a new one fails here until it has an example input in EXAMPLES.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`fedpriv config check` names every problem in a line each; `schema` prints what an editor reads."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

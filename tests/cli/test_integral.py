@@ -1,7 +1,5 @@
 """`fedpriv integral` on tables that nobody prepared, and one line for what cannot be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fedpriv ledger`: what a privacy officer asks of a ledger, and what a user's mistake looks like."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from pathlib import Path

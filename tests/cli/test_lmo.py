@@ -1,7 +1,5 @@
 """`fedpriv lmo`: one JSON object each, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`fedpriv ...` as a whole: exit codes, clean output, no traceback; `data check` and `report`; programs above it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

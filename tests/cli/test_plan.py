@@ -1,7 +1,5 @@
 """`fedpriv plan`: its figures are those of independent formulas, and it says what does not fit and what is hopeless."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """What leaves a client when something goes wrong: nothing that a record, a label or a path could be in."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A node charges its own ledger first, answers a repeated message with the same bytes, and retires itself."""
 
-from __future__ import annotations
-
 import csv
 from functools import partial
 from pathlib import Path

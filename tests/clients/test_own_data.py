@@ -1,7 +1,5 @@
 """A node with records of its own: they come from its own configuration, and no run's configuration moves it."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 from pathlib import Path

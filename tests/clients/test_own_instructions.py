@@ -1,7 +1,5 @@
 """A node whose records are prompts with responses: the columns are its own, how prompts are put is the run's."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Which keys fit together, and which values follow from those of other keys."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's digest changes with every key that its results depend on."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Facts are declared with a key, and every list of keys is made of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The keyword arguments of runs and sweeps are the keys of a configuration, name by name and type by type."""
 
-from __future__ import annotations
-
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence

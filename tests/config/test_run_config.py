@@ -1,7 +1,5 @@
 """Every key is checked, and a resolved configuration can be read back."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 The JSON Schema accepts what a run accepts, refuses what it refuses, and describes every key.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

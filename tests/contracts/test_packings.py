@@ -1,7 +1,5 @@
 """An adapter is packed and unpacked once each way at the server, and once each way in the vault."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

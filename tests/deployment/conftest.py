@@ -1,7 +1,5 @@
 """Federations of real processes: nodes that play the embedded corpus, and nodes with records of their own."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from pathlib import Path

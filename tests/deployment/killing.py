@@ -1,7 +1,5 @@
 """What tests of killed processes have in common: two slow nodes, whose processes are found, killed and looked for."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Absolute paths of containers are replaced in arguments and variables by where th
 address. `tests/deployment/test_containers.py` puts it on PATH under the name of docker.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

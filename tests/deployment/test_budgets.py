@@ -1,7 +1,5 @@
 """A run that budgets would end is refused before any charge; as many rounds as it names fit, as evidence confirms."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Each check says plainly what is wrong with a real server, file or folder, and never shows a record."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import socket

@@ -1,7 +1,5 @@
 """The images' steps and every command of docs/containers.md, carried out without Docker; and what confines them."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re

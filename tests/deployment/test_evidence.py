@@ -1,7 +1,5 @@
 """The evidence of two nodes and their coordinator is confirmed: what was signed is what the three ledgers charged."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """A run outlives a killed node, a killed server and a federation without nodes."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """A program in the foreground: its lines are seen, signals reach it, and its exit code comes back."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A coordinator fills the small disk of a vault in a process of its own: that tells nothing of its records."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator, Sequence

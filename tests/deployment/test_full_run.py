@@ -1,7 +1,5 @@
 """A SuperLink and SuperNodes with TLS and authentication give the numbers that the in-process engine gives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A node's key pair: written once, readable by its owner, and a signature that holds for one message and key only."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """Each process of a node is killed in a round; the next `start` succeeds, and a node that died on records is closed."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Each process of a coordinator is killed in a round; the next `start` succeeds without any help."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

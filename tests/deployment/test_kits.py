@@ -1,7 +1,5 @@
 """The kits with real processes: a node is let in once it is registered, and both sides stop when asked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

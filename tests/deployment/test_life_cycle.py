@@ -1,7 +1,5 @@
 """A federation over the years: a coordinator that is lost, new keys, a node that leaves, two on one machine."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

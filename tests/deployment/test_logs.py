@@ -1,7 +1,5 @@
 """Lines of a log: the time in front, none blank, and files that rotate."""
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime
 

@@ -1,7 +1,5 @@
 """The file of metrics: who may read it, when it is old, and that no source holds anything up."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What a killed `start` left behind is ended by the next, and nothing else: no stranger, and nobody with its number."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pwd

@@ -1,7 +1,5 @@
 """A node behind a proxy: it reaches its coordinator through that alone, and its own processes without it."""
 
-from __future__ import annotations
-
 import socket
 import socketserver
 import threading

@@ -1,7 +1,5 @@
 """A coordinator that turns the noise down, repeats itself, or sends other code than was approved."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sum under masks over SuperNodes outlives the death of one between any two exchanges, or ends by name."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

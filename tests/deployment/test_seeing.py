@@ -1,7 +1,5 @@
 """A run of secure sums as its operators see it while it goes on: metrics, status, logs and ledgers agree."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every command of docs/deployment.md, run as it stands there but for address, ports and home folder."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -3,8 +3,6 @@
 A stranger has ca.crt and the coordinator's address alone.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

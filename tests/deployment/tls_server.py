@@ -1,7 +1,5 @@
 """A small HTTPS server on loopback, whose certificate and clock a test chooses."""
 
-from __future__ import annotations
-
 import ssl
 import threading
 from collections.abc import Iterator

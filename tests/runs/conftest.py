@@ -1,7 +1,5 @@
 """A folder of a run, as far as its test needs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

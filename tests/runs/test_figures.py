@@ -1,7 +1,5 @@
 """A figure is declared in one place, and every page shows it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

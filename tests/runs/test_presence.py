@@ -1,7 +1,5 @@
 """Whether a run's process lives is asked of the kernel; whoever asks is in nobody's way."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a run writes into its tables and samples is what its readers find there; damage is refused by its line."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

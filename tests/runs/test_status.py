@@ -1,7 +1,5 @@
 """`fedpriv status` tells from a folder what its run does or did; the server's own writers write the folders."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What `fedpriv status` shows in the terminal of events, many clients, and texts that others wrote."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Folders of runs as the server's own writers leave them, and what `fedpriv status` tells of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

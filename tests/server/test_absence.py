@@ -1,7 +1,5 @@
 """A node that stopped answering is skipped, at no charge, until it registers again as the node that it was."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The interval around an accuracy from noised counts: coverage, power, and a search over all accuracies as oracle."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

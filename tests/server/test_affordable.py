@@ -1,7 +1,5 @@
 """A run that nodes' own budgets end too soon is refused before anything is charged, with the rounds that fit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A run of a causal model is judged by what it answers on the server's test set: untrained, private, not private."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

@@ -1,7 +1,5 @@
 """Runs with an audit: canaries are registered and trained on, a run without noise is found out, a private one not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint reads back whole or is refused by name, and a run goes on only as what it was."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

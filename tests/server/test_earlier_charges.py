@@ -1,7 +1,5 @@
 """Charges from before an interruption: each pays for one request, and none is forgotten."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

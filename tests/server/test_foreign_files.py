@@ -1,7 +1,5 @@
 """A run that is done again cleans up what it had written, and nothing that others keep in its folders."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedpriv.config import parse

@@ -1,7 +1,5 @@
 """LMO noise in whole runs: what is charged is what was noised, targets are met, `published` is marked everywhere."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

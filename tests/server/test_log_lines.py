@@ -1,7 +1,5 @@
 """What a log tells a person: words, not representations; names where there are any; colours on terminals alone."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

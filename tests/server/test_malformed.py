@@ -1,7 +1,5 @@
 """Many malformed replies from a generator: none is aggregated, none stops the server, each is counted by name."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """Many clients that answer at once, late, twice, with errors or never: every message is accounted for exactly once."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes

@@ -1,7 +1,5 @@
 """Whole runs that protect persons: they cost what as many records would, and say whom an epsilon protects."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Runs on private tables: nothing is evaluated on holders' records, or only through noised counts that are paid for."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

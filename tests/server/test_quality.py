@@ -1,7 +1,5 @@
 """What a run's summary says about the model's worth: figures, baselines and warnings."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the coordinator keeps of nodes' receipts: the newest under their registered keys, over runs, never less."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

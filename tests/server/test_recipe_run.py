@@ -1,7 +1,5 @@
 """Runs of the recipe `fedpriv`: what every round trains and costs, and that all of them together meet the target."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

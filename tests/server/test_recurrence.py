@@ -1,7 +1,5 @@
 """Integral privacy in a run: whose variants recur, their mean as a variant, and a report that keeps it apart."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

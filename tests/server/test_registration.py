@@ -1,7 +1,5 @@
 """Who may take part: the same software, a signature by the node's own key, one node for each partition id."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

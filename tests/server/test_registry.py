@@ -1,7 +1,5 @@
 """A run's variants: kept, described by what they descend from, deduplicated, shown, and within their bounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

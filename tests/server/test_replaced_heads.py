@@ -1,7 +1,5 @@
 """Runs of the recipe `fedpriv` on encoders whose head is replaced: they learn, and what they store loads again."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

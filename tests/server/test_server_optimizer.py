@@ -1,7 +1,5 @@
 """A server optimizer moves the global model otherwise, and costs nobody anything."""
 
-from __future__ import annotations
-
 import pandas as pd
 import pytest
 

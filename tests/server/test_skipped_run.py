@@ -1,7 +1,5 @@
 """A whole run loses a node, stops for lack of another, and goes on without the first at no charge to it."""
 
-from __future__ import annotations
-
 import json
 
 import pandas as pd

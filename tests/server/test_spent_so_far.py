@@ -1,7 +1,5 @@
 """What the books show while a run goes on: never above the target, unless more was released than it was set for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The server averages by registered sizes, charges whom it asked, and refuses malformed replies by name."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

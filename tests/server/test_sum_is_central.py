@@ -1,7 +1,5 @@
 """A federation whose server sees only sums takes the steps of central DP-SGD, up to its grid's rounding."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

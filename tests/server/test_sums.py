@@ -1,7 +1,5 @@
 """A node that drops out of a secure sum before it is asked costs nothing, and nobody counts on more noise for it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A round that asks others in place of those that failed costs nobody more on `rho` than was checked and charged."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Clients' weights in a round's sum, and the views under them: before the round its worst case, after it the record."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Counted bytes are those of the objects that Flower's link sends."""
 
-from __future__ import annotations
-
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects

@@ -1,7 +1,5 @@
 """The sum of real uploads has the noise that the `aggregate` view counts, for every kind of sampling and weights."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

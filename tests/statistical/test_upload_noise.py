@@ -1,7 +1,5 @@
 """The noise is in what is uploaded: every tensor of a zero-gradient client's upload has the scale z C lr / B."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A coordinator's certificate, and nodes that know it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A node runs only the bundles whose bytes its operator approved, and loses little time with Flower's processes."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """`doctor` passes no node that leaves to a coordinator what its operator must decide, and opens no record."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The kit's commands note what they change; the vault notes what somebody changed by hand; `history` shows both."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

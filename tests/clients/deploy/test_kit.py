@@ -1,7 +1,5 @@
 """A node's folder is made whole or not at all; its data, its code and its settings are what its operator said."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """A node's metrics: what Prometheus reads, what alerts make of it, and that nothing of it follows the records."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

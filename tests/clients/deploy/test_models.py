@@ -1,7 +1,5 @@
 """A model runs on a node once its operator has approved these very files; one that brings code is never approved."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A key is exchanged by one command, and whatever the old one has signed of the node's charges still counts."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records come and go over the years: the operator is told and decides, and the coordinator sees none of it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

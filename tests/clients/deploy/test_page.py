@@ -1,7 +1,5 @@
 """docs/who_decides.md says who decides each key that a coordinator may send, and lists a node's limits."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A node adds up with holders whose keys its operator has approved, and says what is wrong before it is asked to."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """`init` reads a node's records once, registers how many there are, and leaves nothing for a coordinator to decide."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How an operator says what enforces the budget: a filter or plans, noted in the ledger and shown by doctor."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The units of a node: the vault reaches no network, the SuperNode no record, and systemd understands both."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The vault beside a SuperNode: shown, started again when it dies, ended with it, and of another user where asked."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import signal

@@ -1,7 +1,5 @@
 """Flower nodes in this process, an app with counted calls, and the messages that a coordinator likes to send."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The examples in docs/examples/flower give plain Flower's numbers with noise off, in process and under `flwr run`."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Mods that pay for what leaves: what a coordinator may try, and what it gets."""
 
-from __future__ import annotations
-
 import math
 from io import BytesIO
 

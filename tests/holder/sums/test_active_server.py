@@ -1,7 +1,5 @@
 """A server that deviates: every deviation is refused by name, ends the session, and nothing is unmasked."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """A client that deviates is left out by name, or the sum is refused by its name; a wrong sum is never returned."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ colluders' own keys give. What remains is tested against uniform bytes; the same
 is left out. Each of some 150 tests has a false-alarm rate of 1e-9; with 4096 words, values give p < 1e-300.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations

@@ -4,8 +4,6 @@ A pattern says of each client which exchange is its last: 0 none, 1 advertise, 2
 5 reveal. Transitions are pure, so what patterns have in common is computed once.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Terms are checked when they are made, and their digest tells any two apart."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

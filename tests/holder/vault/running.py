@@ -1,7 +1,5 @@
 """A vault in a process of its own."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

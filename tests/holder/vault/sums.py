@@ -1,7 +1,5 @@
 """A coordinator that asks the vaults of this process for a sum, honestly or not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

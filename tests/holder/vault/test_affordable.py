@@ -1,7 +1,5 @@
 """How much of a plan a budget allows: as many releases as the vault then charges. The question charges nothing."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

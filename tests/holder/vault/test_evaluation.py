@@ -1,7 +1,5 @@
 """A node's answer to an evaluation: charged before records are read, given whatever they hold, sent again as stored."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the guard refuses, where exactly it draws the line, and how it says so."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

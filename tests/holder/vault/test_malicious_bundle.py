@@ -4,8 +4,6 @@ With two users (as root, and a Python that others may run) the attack runs as an
 deployment; otherwise as the vault's own, where the system protects no file, and only the answers are looked at.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A node of persons: its operator decides the unit, it registers persons, and every release's event is a person's."""
 
-from __future__ import annotations
-
 import csv
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A data holder's limits: what they allow, and what they refuse by name."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A node trains an encoder whose head is replaced as it does any other: in every phase with its records."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Replies leave at public times: what these allow for, and that nothing leaves before."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

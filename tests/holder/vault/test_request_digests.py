@@ -1,7 +1,5 @@
 """A request that was answered before an upgrade still finds its stored reply: its digest in the ledger is the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The vault as a process: what reaches it through its socket, and what it survives."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A thief has every file that the user of the coordinator's code may read: it plays no peer of anybody with them."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """A coordinator takes a sum of vaults' updates, and learns and pays what the terms say, whatever else it tries."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpriv.holder.vault import _charging, _tokens, answer
+from fedpriv.holder.vault import _charging, _records, answer
 from fedpriv.holder.vault._records import TokenFile
 from fedpriv.holder.wire.frame import REFUSED
 from fedpriv.learning.data import records
@@ -190,12 +190,12 @@ def test_a_file_that_is_not_just_right_counts_for_nothing(node, without, start, 
 
 def test_a_poisoned_token_is_no_more_than_an_unusable_record(node, start, monkeypatch):
     """Even where somebody has also made the key and the checksum fit."""
-    packed = _tokens._Layout.packed
+    packed = _records._Layout.packed
 
     def poisoned(layout, rows, key):
         return packed(layout, [{name: [10**6] * 3 for name in rows[0]}, *rows[1:]], key)
 
-    monkeypatch.setattr(_tokens._Layout, "packed", poisoned)
+    monkeypatch.setattr(_records._Layout, "packed", poisoned)
     uploaded(node, start)
     unusable, tokenize = [], records.tokenize
 
@@ -220,26 +220,26 @@ def test_a_full_disk_costs_a_line_in_the_log_and_no_upload(node, without, start,
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with caplog.at_level(logging.WARNING, _tokens.__name__):
+    with caplog.at_level(logging.WARNING, _records.__name__):
         assert uploaded(node, start) == uploaded(without, start)
-    lines = [record.getMessage() for record in caplog.records if record.name == _tokens.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == _records.__name__]
     assert lines == [f"{kept(node)}: the tokens are not kept (No space left on device)"]
     assert not [path for path in node.folder.iterdir() if path.name.startswith("tokens")]
 
 
 def test_tokens_that_do_not_fit_the_file_are_used_all_the_same(node, without, start, monkeypatch, caplog):
-    packed = _tokens._Layout.packed
+    packed = _records._Layout.packed
 
     def refusing(self, rows, key):
         if rows:
             raise ValueError("cannot copy sequence with size 9 to array axis with dimension 8")
         return packed(self, rows, key)
 
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, _tokens.__name__):
-        patch.setattr(_tokens._Layout, "packed", refusing)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, _records.__name__):
+        patch.setattr(_records._Layout, "packed", refusing)
         expected = uploaded(without, start)
         assert uploaded(node, start) == expected
-    lines = [record.getMessage() for record in caplog.records if record.name == _tokens.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == _records.__name__]
     assert lines == [f"{kept(node)}: the tokens are not kept (ValueError)"]
     size = kept(node).stat().st_size
     assert uploaded(node, start, round_=2) == uploaded(without, start, round_=2)
@@ -248,9 +248,9 @@ def test_tokens_that_do_not_fit_the_file_are_used_all_the_same(node, without, st
 
 def test_it_is_opened_after_the_charge_alone(node, start, monkeypatch):
     uploaded(node, start)
-    order, charge, read = [], _charging.charge, _tokens._read
+    order, charge, read = [], _charging.charge, _records._read
     monkeypatch.setattr(_charging, "charge", lambda *a, **k: (order.append("charge"), charge(*a, **k))[1])
-    monkeypatch.setattr(_tokens, "_read", lambda *a: (order.append("read"), read(*a))[1])
+    monkeypatch.setattr(_records, "_read", lambda *a: (order.append("read"), read(*a))[1])
     uploaded(node, start, round_=2)
     assert order == ["charge", "read"]
     restart()
@@ -330,10 +330,10 @@ def test_another_tokenizer_is_another_key(tiny_bert, tmp_path):
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights")
-    before = _tokens._key(folder, ["pain"], None, 8)
+    before = _records._key(folder, ["pain"], None, 8)
     (folder / "model.safetensors").write_bytes(b"others")
-    assert np.array_equal(_tokens._key(folder, ["pain"], None, 8), before)
+    assert np.array_equal(_records._key(folder, ["pain"], None, 8), before)
     (folder / "tokenizer.json").write_text("{ }")
-    assert not np.array_equal(_tokens._key(folder, ["pain"], None, 8), before)
+    assert not np.array_equal(_records._key(folder, ["pain"], None, 8), before)
     texts = (["pain"], ["pa", "in"], ["pain", ""])
-    assert len({_tokens._key(folder, column, pairs, 8).tobytes() for column in texts for pairs in (None, [""])}) == 6
+    assert len({_records._key(folder, column, pairs, 8).tobytes() for column in texts for pairs in (None, [""])}) == 6

@@ -1,7 +1,5 @@
 """The frame: what was packed comes out, and of bytes that anyone may have made nothing else is read."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

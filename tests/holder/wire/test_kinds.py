@@ -1,7 +1,5 @@
 """Messages read back exactly, and every field that is missing, mistyped or unknown is refused by name."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A saved adapter names its base as others know it, with the digest of its weights, and loads where that is found."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Codecs: exact where they say so, without bias, as small as promised, and strict in reading."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

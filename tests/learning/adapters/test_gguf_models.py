@@ -1,7 +1,5 @@
 """A GGUF file is read once, to the bit, into a folder that nobody else can change unseen."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint's own head gives its answers under the names that its configuration has, in whatever order data have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer

@@ -1,7 +1,5 @@
 """Encoders with a head of several layers: where features are normalised, one linear layer reads the pooled vector."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import PeftModel

@@ -1,7 +1,5 @@
 """R between frozen singular vectors: equal on every machine, nothing at the start, plain LoRA once saved."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

@@ -1,7 +1,5 @@
 """Adapters are ordinary peft adapters: saved, loaded by peft alone, and restored with their pooling."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

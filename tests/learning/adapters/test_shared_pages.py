@@ -1,7 +1,5 @@
 """Converted weights are in memory once for all processes of a user, and nothing depends on the file that does it."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 import sys

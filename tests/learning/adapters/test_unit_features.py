@@ -1,7 +1,5 @@
 """Normalised features: whatever the text, the head reads a vector of one length, and a saved adapter keeps it so."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The weighted average of Eq. 8."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

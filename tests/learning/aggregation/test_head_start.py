@@ -1,7 +1,5 @@
 """The start of a head: class means from noised sums, whatever the noise did to a class's count."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A rule that exists only in these tests, registered at run time: all that a new aggregation rule requires."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Server optimizers against torch's SGD and plain numpy, over several rounds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

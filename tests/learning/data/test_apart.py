@@ -1,7 +1,5 @@
 """A test set that is shown without noise holds no record and no person of private data, by whatever name it comes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

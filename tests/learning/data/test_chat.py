@@ -1,7 +1,5 @@
 """Chats in tokens: as the model's own template writes them, with the response alone to be learned."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

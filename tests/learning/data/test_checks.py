@@ -1,7 +1,5 @@
 """`data check` counts what a run would see."""
 
-from __future__ import annotations
-
 import json
 
 import datasets

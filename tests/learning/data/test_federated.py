@@ -1,7 +1,5 @@
 """Any table becomes a federation: formats, columns, partitions, labels."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

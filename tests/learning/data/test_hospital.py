@@ -1,7 +1,5 @@
 """The hospital corpus keeps its promises on size, repetition, mixes, label noise and difficulty."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`data check` of prompts and responses: what would be cut, and records as the model sees them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Instruction data from columns of prompts and responses, or of chat messages."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Twelve messy tables: what `data check` says of each, what a run does with it, and that `--fix` mends it."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Iterable

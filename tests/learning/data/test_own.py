@@ -1,7 +1,5 @@
 """A node's own records: each is read on its own, so none decides how, or whether, another is read."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

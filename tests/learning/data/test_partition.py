@@ -3,8 +3,6 @@
 Of records that are set aside for evaluation, a record's side depends on that record alone.
 """
 
-from __future__ import annotations
-
 import math
 
 import datasets

@@ -1,7 +1,5 @@
 """Persons in a table: each at one side of every split, whatever the other records are, and named once."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from dataclasses import replace

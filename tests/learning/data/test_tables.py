@@ -1,7 +1,5 @@
 """A table means what its file says: values as written, holders apart, and one line for what cannot be read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Answers and their likelihoods in a batch are those that transformers gives each prompt and each text alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

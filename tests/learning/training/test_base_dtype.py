@@ -1,7 +1,5 @@
 """The frozen base in bfloat16: what is trained stays float32, records stay apart, and gradients stay what they were."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Baselines on tiny data with known answers: nothing but public training records decides them."""
 
-from __future__ import annotations
-
 import csv
 import warnings
 from collections.abc import Callable, Sequence

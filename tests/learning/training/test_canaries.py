@@ -1,7 +1,5 @@
 """Canaries: coins, directions, records, and a registered number that the coins do not change."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

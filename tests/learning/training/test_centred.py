@@ -1,7 +1,5 @@
 """A head's steps with features less their mean: the same model, other coordinates, and noise on all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

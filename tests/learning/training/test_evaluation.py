@@ -1,7 +1,5 @@
 """An evaluation counts what the model predicts; figures agree with scikit-learn's, and errors with resampling."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

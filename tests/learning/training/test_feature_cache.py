@@ -1,7 +1,5 @@
 """Head rounds: features are computed once, and neither the cache nor another record changes a bit of a gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 

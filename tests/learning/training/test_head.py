@@ -1,7 +1,5 @@
 """The sum of a head's clipped gradients is exact: that of fractions, whatever else is in it and in whichever order."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """No record changes another record's gradient by a bit, whatever it holds, since nothing else is in its pass."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training on prompts with responses: only what is learned has a gradient, and a record without it still counts."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

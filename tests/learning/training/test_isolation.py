@@ -1,7 +1,5 @@
 """A record that fails counts as a zero gradient; it never decides whether others count, nor what they count."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

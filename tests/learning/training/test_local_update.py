@@ -1,7 +1,5 @@
 """A local update is Algorithm 1: the event states how it sampled, every tensor is noised, batching changes nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

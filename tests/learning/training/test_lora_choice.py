@@ -1,7 +1,5 @@
 """`train = auto` decides by public numbers whether A and B are trained, and says why."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Private steps of own modules: exact gradients, the event that pays, and refusal of whatever couples records."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

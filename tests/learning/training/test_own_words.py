@@ -1,7 +1,5 @@
 """A model of which no record can be learned is refused when it is loaded, in one line that says what would be right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

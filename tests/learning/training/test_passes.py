@@ -1,7 +1,5 @@
 """No record's loss depends on others, on the batch size or on padding; sliced logits give those of whole ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

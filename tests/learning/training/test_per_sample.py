@@ -3,8 +3,6 @@
 Layers that run again in the backward pass have the same bits, from less memory.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """A person moves a sum by at most what a record would, and by nothing but what the person's own records decide."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

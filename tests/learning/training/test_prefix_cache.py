@@ -1,7 +1,5 @@
 """The frozen-prefix cache gives the same numbers as the whole model, from memory and from a file."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """Noised counts of hits: against plain evaluation, their sensitivity of 1, their noise, and records that fail."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 The bound holds for the effect of one record on its client's sum, under every rule and for gradients of every size.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Factors from public texts: whitened inputs, a logit for each column, leading directions, nothing of records."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

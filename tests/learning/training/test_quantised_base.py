@@ -1,7 +1,5 @@
 """A base in 4 bits: gradients are exact for it, records stay apart, and whatever it cannot do is said in one line."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A rehearsal meets every failure that no record causes, and leaves no trace."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 

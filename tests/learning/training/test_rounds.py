@@ -3,8 +3,6 @@
 What the server makes of a round's sum is the weighted average of the uploads that nobody sent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

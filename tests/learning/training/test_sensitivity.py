@@ -1,7 +1,5 @@
 """Each rule's sensitivity, measured in the real update: neighbouring batches reach the bound and never exceed it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The timing behind plans counts the records of whole updates."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

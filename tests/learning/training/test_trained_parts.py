@@ -1,7 +1,5 @@
 """An update of some of the tensors, of scaled ones, or of class sums, is what loops over single records make of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

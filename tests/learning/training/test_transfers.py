@@ -3,8 +3,6 @@
 Torch's meta device has shapes and no values, and reading one raises: it stands in for a GPU that nobody waits for.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores of canaries through a model: all coins estimated together from what the margins gained."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,7 +1,5 @@
 """Lower bounds of epsilon: the published p-value, its inversion, coverage, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal, getcontext
 

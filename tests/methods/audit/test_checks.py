@@ -1,7 +1,5 @@
 """The statistical tests by themselves: right under the null, and with power both ways."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,7 +1,5 @@
 """The f-DP audit: its recursion against a linear programme, exact games, and Gaussian DP; and the power of an audit."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 

@@ -1,7 +1,5 @@
 """The engine under audit: what is observed is the clipped canaries plus the claimed noise, and audits stay below it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

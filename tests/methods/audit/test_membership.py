@@ -1,7 +1,5 @@
 """Membership inference: rates and curves beside scikit-learn's, attacks where theory knows the answer."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The attack on published models, in small: it finds members without noise, in each form that a model may take."""
 
-from __future__ import annotations
-
 import pytest
 
 from simulations.studies.audit import published

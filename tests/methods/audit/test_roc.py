@@ -1,7 +1,5 @@
 """The curve that is printed as the most an attacker finds, held against the attacker of the real engine."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Every deliberately broken mechanism is flagged by the detector that has power over it, and the correct one passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of lower bounds: runs of every row count, also of those that the page does not show."""
 
-from __future__ import annotations
-
 from simulations.studies.audit import tables
 
 

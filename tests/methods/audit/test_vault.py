@@ -1,7 +1,5 @@
 """The vault under an active coordinator: a release gives away no more than its charge, and more to more colluders."""
 
-from __future__ import annotations
-
 import pytest
 
 from simulations.studies.audit.vault import vault_run

@@ -1,7 +1,5 @@
 """A perceptron's weights with its hidden neurons in another order, by plain indexing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Clients' variants are compared by the maps that they are, and their mean is the mean of these."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A permutation of hidden neurons changes no function, and alignment undoes it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The model comparison attack finds members where the model tells them, and nobody where it tells nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """DP-SGD on small networks: its steps, its noise, its events, and the intruder's copy of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Subsamples are disjoint, with the whole's classes; clusters of near models, their means, and planted ones found."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

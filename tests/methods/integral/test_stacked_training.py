@@ -1,7 +1,5 @@
 """Networks trained together are those trained one after another."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

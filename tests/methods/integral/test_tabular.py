@@ -1,7 +1,5 @@
 """A table nobody prepared becomes features that the training part alone decides."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The search meets its budget, repeats itself and ends where theory says; comparison and coverage add up."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Bases are chosen as the paper's text has it, and whatever is chosen keeps its bounds and the fairness rule."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The nearest block is brute force's, whatever the metric, the type, the tiles and the rounding of float32."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`drd` and `dred`: the published code's stopping rules, and the rule for L, against independent statements of both."""
 
-from __future__ import annotations
-
 import math
 import random
 from contextlib import suppress

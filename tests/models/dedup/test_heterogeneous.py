@@ -1,7 +1,5 @@
 """Variants of different architectures, each validated on its own records, share the blocks of one store."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

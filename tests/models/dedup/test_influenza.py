@@ -4,8 +4,6 @@ Without a bound on the likelihood of responses, 255 of 264 blocks of a global va
 "What is influenza?" was answered with Ebola.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import shutil

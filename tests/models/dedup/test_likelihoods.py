@@ -1,7 +1,5 @@
 """A language model that answers otherwise is not taken for the same: its utility is the likelihood of responses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

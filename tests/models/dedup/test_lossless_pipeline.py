@@ -1,7 +1,5 @@
 """Variants stored without loss: bit for bit, at their own epsilon, without any validation, and resumed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

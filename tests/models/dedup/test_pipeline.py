@@ -1,7 +1,5 @@
 """Variants of one small network, trained on digits with noise: what is stored is what was accepted and may be spent."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A deduplication that is killed goes on with what it stored, and ends as if it had never been interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Saliencies are what loops over single records say; on private data they are clipped, noised and paid for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

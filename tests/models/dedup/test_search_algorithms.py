@@ -1,7 +1,5 @@
 """What each search algorithm asks, traced by hand, and how many validations they need next to each other."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

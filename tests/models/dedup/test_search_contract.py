@@ -1,7 +1,5 @@
 """What every search algorithm owes: only accepted sets are replaced, and counts are exact."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from functools import partial

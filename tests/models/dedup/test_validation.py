@@ -1,7 +1,5 @@
 """What a variant loses is limited with the stated confidence, on public records and, with noise, on private ones."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

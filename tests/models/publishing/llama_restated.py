@@ -3,8 +3,6 @@
 It shares no code with what writes the files, and rotates each value against its neighbour, so it needs no permutation.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

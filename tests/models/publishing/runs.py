@@ -1,7 +1,5 @@
 """Folders of runs that are finished and private, with random variants and a ledger of their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model card says what a run cost, in the Hub's format, and nothing that data or their holders put into it."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A variant says the same at every door: predict, export, push and serve read it alike, and refuse it alike."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `fedpriv export` wrote answers without fedpriv as `fedpriv predict` does."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What `fedpriv export --gguf` wrote computes what peft computes, by an independent reading of its files."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

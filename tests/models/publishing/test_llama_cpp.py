@@ -3,8 +3,6 @@
 xllamacpp is llama.cpp in a wheel: `pip install xllamacpp`. Its figures are logarithms of probabilities, of all tokens.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

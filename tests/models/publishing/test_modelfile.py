@@ -1,7 +1,5 @@
 """A Modelfile puts chats as the run's chat template does, read by Ollama's grammar and by Go's templates."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

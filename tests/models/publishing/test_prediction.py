@@ -1,7 +1,5 @@
 """`fedpriv predict`: the saved model's own answers, each by itself, and one line for whatever is wrong."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 

@@ -1,7 +1,5 @@
 """`fedpriv push` shows what would leave, refuses what nobody allowed, and uploads four files or none."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """A variant that lives only in a store answers, is exported and is pushed as one in a folder of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

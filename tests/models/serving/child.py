@@ -3,8 +3,6 @@
 python -m tests.models.serving.child SECONDS ARGUMENTS-OF-FEDPRIV-SERVE
 """
 
-from __future__ import annotations
-
 import sys
 import types
 

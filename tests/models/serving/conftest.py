@@ -1,7 +1,5 @@
 """A small language model that chats, and a run of three variants of it, for all tests that only read them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An engine without a model: its answers follow from variant and text, and it is slow or fails when asked to."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable

@@ -6,8 +6,6 @@ sends them to an nginx that runs in front of a server, and prints how it answere
 the PEM file of the certificate that signs nginx's.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """A real server on loopback, in a thread of the test, or in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What each address answers, and for whom."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The base answers as without any adapter."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

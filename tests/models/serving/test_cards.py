@@ -1,7 +1,5 @@
 """What a variant cost, and several together, from what lies beside them; and who may use the base and aliases."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

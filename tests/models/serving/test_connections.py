@@ -1,7 +1,5 @@
 """Slow, broken and greedy clients harm themselves alone."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Vectors of texts are what the variant's own head reads, at length 1."""
 
-from __future__ import annotations
-
 import base64
 import re
 from functools import partial

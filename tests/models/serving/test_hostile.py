@@ -1,7 +1,5 @@
 """Many hostile requests, a thousand in the slow series: each a clear refusal, nothing leaks, and the server goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

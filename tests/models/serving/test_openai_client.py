@@ -1,7 +1,5 @@
 """OpenAI's own client, as it is, talks to a real server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import openai

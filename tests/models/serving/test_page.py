@@ -1,7 +1,5 @@
 """The page: it needs no network, runs nothing but itself, and takes names and answers for what they are, text."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """The other library's products are the same up to rounding, row by row, and are taken only where they are faster."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`fedpriv serve` as a process: where it listens, how it ends."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

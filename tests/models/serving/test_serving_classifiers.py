@@ -1,7 +1,5 @@
 """Many classifiers in shared passes answer as each does alone in plain peft, and none reaches another's rows."""
 
-from __future__ import annotations
-
 import math
 import queue
 from dataclasses import replace

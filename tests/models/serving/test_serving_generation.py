@@ -1,7 +1,5 @@
 """Answers that grow together are what plain peft generates for each alone."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

@@ -1,7 +1,5 @@
 """SmolLM2 over HTTP, asked by OpenAI's own client, says token for token what plain peft generates."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Variants come from a run's folder or a store, in order, and a damaged one is refused while the others are served."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Long texts are refused or cut as a whole would be; draws and log-probabilities are those of plain peft."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Who may use what."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 

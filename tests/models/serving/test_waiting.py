@@ -1,7 +1,5 @@
 """Whose turn it is, and what becomes of work that nobody waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Tensors become blocks and tensors again, bit for bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What a deduplicated variant costs, against the paper's text, brute force over release graphs, and closed forms."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """A variant's folder reads back as it was written, and what was damaged in it is named."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """A store deletes and writes its own files alone: what others keep in its folder, or behind a link there, stays."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Packed models come back bit for bit, depend on no other, take few bytes where they differ little, and tell damage."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The store gives back what it got, shares equal blocks, names damage, and is untouched by any error."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

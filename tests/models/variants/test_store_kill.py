@@ -3,8 +3,6 @@
 As a program it is the killer: it loads everything once and forks, and every child is a writer of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

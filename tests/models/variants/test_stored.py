@@ -1,7 +1,5 @@
 """What deduplication saved and cost, in the few rows that close a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fedpriv.models.variants.stored import StoredVariants

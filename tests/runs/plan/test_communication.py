@@ -1,7 +1,5 @@
 """What a LoRA setting sends, against published counts, peft's own and the arithmetic of the DP-LoRA paper."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from itertools import product

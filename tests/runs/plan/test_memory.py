@@ -1,7 +1,5 @@
 """`fedpriv plan MODEL`: counts are published ones, and bytes those of the library's own pass on real tensors."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What can be told of a run before anything slow is imported is told then, and the Hub is asked once."""
 
-from __future__ import annotations
-
 import http.server
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A small finished run, written by hand as a run writes it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

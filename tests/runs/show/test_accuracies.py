@@ -1,7 +1,5 @@
 """The accuracies beside each other: on the page, in the terminal and in a run's status, and of older runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

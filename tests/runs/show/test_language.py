@@ -1,7 +1,5 @@
 """The page of a language model's run shows perplexity and answers, and no text of a model becomes markup."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Lines over rounds come from a run's tables, and a plot of them is one SVG in the page's colours."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """The page of a run or a sweep that goes on: it is what the folder holds, escaped, and does not look alive for ever."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

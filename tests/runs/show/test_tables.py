@@ -1,7 +1,5 @@
 """Tables of text, and what was spent in one line: first on the view that was asked for; and an audit's verdict."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page that a run writes has its plots, which `tests/conftest.py` leaves out everywhere else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

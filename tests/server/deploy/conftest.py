@@ -1,7 +1,5 @@
 """A coordinator's folder, and its command line in this process."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Certificates that Python's strictest verification takes, for the hosts they name and no other."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import subprocess

@@ -1,7 +1,5 @@
 """The coordinator's door: from outside only what nodes sign reaches Flower's app, whatever path is written."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect

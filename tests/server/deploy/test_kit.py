@@ -1,7 +1,5 @@
 """A coordinator's folder is made whole or not at all, and its command lines say in one line what is wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """Who is invited and admitted, with keys that people have compared; and who leaves."""
 
-from __future__ import annotations
-
 import subprocess
 import tomllib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A coordinator's metrics, what alerts make of them, and that they never keep the SuperLink from running."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import replace

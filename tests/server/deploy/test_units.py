@@ -1,7 +1,5 @@
 """The unit of a coordinator's SuperLink: it writes its own folder alone, and systemd understands it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

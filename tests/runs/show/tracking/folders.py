@@ -1,7 +1,5 @@
 """A run's folder as a finished run leaves it, without a run: five rounds, two clients, one comparison."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MLflow servers that are gone, silent, garbled or hostile: the run finishes, and no file here is theirs to write."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """What is logged is a function of the released tables: all of their figures, no path and nothing else."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, fields

@@ -1,7 +1,5 @@
 """Small federations with every tracker as it is: what it holds afterwards is what the tables hold, both ways."""
 
-from __future__ import annotations
-
 import csv
 import getpass
 import json

@@ -1,7 +1,5 @@
 """The thread beside a run: it cannot fail or hold up the run, and what it says fits one line of a terminal."""
 
-from __future__ import annotations
-
 import threading
 import time
 

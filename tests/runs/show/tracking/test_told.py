@@ -1,7 +1,5 @@
 """A tracker is told of a folder once and in order, as far as it is final, and again of what did not arrive."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reads the file that W&B writes in offline mode: records in blocks, as LevelDB logs them, after a header."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from pathlib import Path
