@@ -110,7 +110,7 @@ def content_of(request: Request) -> RecordDict:
 
 
 def answer_in(reply: Message, kind: str) -> Any:
-    """What a reply answers to a request of this kind; see `kinds.KINDS`.
+    """The answer in a reply to a request of this kind; see `kinds.KINDS`.
 
     Raises:
         MalformedError: it is an error, or malformed; one line that says why.
@@ -178,7 +178,7 @@ class ExpectedReply:
 
 
 class Read(NamedTuple):
-    """What a client's reply holds.
+    """The content of a client's reply.
 
     Attributes:
         content: the uploaded adapter, or the client's part in a sum; None from a client that stays silent.

@@ -63,7 +63,7 @@ class RoundRequest:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of the request when it is sent."""
+        """The bytes of the request when it is sent."""
         return wire_bytes(content_of(self.request))
 
     def told(self, own: Mapping[str, str], terms: bytes = b"") -> RoundRequest:
@@ -371,7 +371,7 @@ class Receipts:
         return Receipts(path, _signers(config, nodes), nodes)
 
     def shown_to(self, client: int) -> dict[str, str]:
-        """What the client alone is told; nothing for a node that has sent no receipt."""
+        """The receipt that the client alone is told; nothing for a node that has sent none."""
         newest = self._newest.get(client)
         return {} if newest is None else {kinds.RECEIPT: newest.text()}
 

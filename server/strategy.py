@@ -202,7 +202,7 @@ class RuleStrategy(Strategy):
         self._follow(answers(self._round.number, len(asked) - len(silent), len(asked), doing))
 
     def _read(self, client: int, reply: Message) -> Read:
-        """What a client's reply holds."""
+        """The content of a client's reply."""
         read = self._updates.read(reply, self._expected_reply(client))
         if self._receipts is not None:
             self._receipts.take(client, read.receipt)

@@ -164,7 +164,7 @@ class SecureSums:
     def close(
         self, link: Grid, round_: Round, contents: Mapping[int, Adapter | Vector], spec: UpdateSpec, model: GlobalModel
     ) -> list[Adapter]:
-        """What stands for the average of the updates, of which only the sum is known.
+        """The one adapter that stands for the average of the updates, of which only the sum is known.
 
         Raises:
             TooFewError: fewer clients are left than a sum needs, so nothing is unmasked.

@@ -48,7 +48,7 @@ class Updates(Protocol):
         """
 
     def read(self, reply: Message, expected: ExpectedReply) -> Read:
-        """What a client's reply holds; a MalformedError names what is wrong."""
+        """The content of a client's reply; a MalformedError names what is wrong."""
 
     def close(
         self, link: Grid, round_: Round, contents: Mapping[int, Adapter | Vector], spec: UpdateSpec, model: GlobalModel

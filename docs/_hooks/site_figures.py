@@ -45,6 +45,7 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
     "audit": (
         *(
             "fedpriv/methods/audit",
+            "fedpriv/learning/training/canaries.py",
             "fedpriv/privacy/mechanisms",
             "fedpriv/learning/training/private_sums.py",
             "fedpriv/learning/training/stacked.py",
@@ -62,7 +63,7 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
     "integral": ("fedpriv/methods/integral", "simulations/studies/_integral_runs.py"),
     "language_models": (*_RECIPE, "fedpriv/learning/training/public_factors.py"),
     "lmo": (
-        *(f"fedpriv/privacy/accounting/lmo_{part}.py" for part in ("distribution", "event", "parameters", "renyi")),
+        *(f"fedpriv/privacy/accounting/lmo_{part}.py" for part in ("distribution", "parameters", "renyi")),
         *("fedpriv/methods/lmo", "fedpriv/privacy/mechanisms/lmo.py"),
     ),
     "persons": _RECIPE,

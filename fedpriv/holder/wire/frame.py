@@ -140,7 +140,7 @@ class Request(_Frame):
 
     @property
     def kind(self) -> str:
-        """What is asked for, such as `train`."""
+        """The kind of request, such as `train`."""
         return str(self.header["kind"])
 
     @cached_property
@@ -196,12 +196,12 @@ class Response(_Frame):
 
     @property
     def code(self) -> int:
-        """Of an error, or 0."""
+        """The code of an error, or 0."""
         return int(self.header["code"])
 
     @property
     def reason(self) -> str:
-        """Of an error, in one line."""
+        """The reason for an error, in one line."""
         return " ".join(str(self.header["reason"]).split())
 
     @property

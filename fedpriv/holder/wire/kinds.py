@@ -173,7 +173,7 @@ class Registration(_Statement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(_Statement):
+class PlannedReleases(_Statement):
     """A planned run, as JSON of `pack_plan`; the node is asked how many of its releases its budget allows."""
 
     label = "plan"
@@ -239,7 +239,7 @@ KINDS: Mapping[str, Kind] = {
     # The node's registration, before the first round.
     frame.REGISTER: Kind(answers=Registration),
     # How much of the planned run the node's budget allows, before the first round.
-    frame.AFFORD: Kind(asks=Plan, answers=Affordable),
+    frame.AFFORD: Kind(asks=PlannedReleases, answers=Affordable),
     frame.TRAIN: Kind(
         asks=UpdateSpec,
         arrays=(ADAPTER, MERGED, SIGNS),
@@ -306,7 +306,7 @@ def pack_plan(planned: Sequence[tuple[Release, int]]) -> Scalars:
     """
     views: tuple[PlannedView, ...] = ("local", "aggregate")
     rows = [[*(events.to_json(release.charged_on(v)) for v in views), n] for release, n in planned]
-    return pack(Plan(plan=json.dumps(rows)))
+    return pack(PlannedReleases(plan=json.dumps(rows)))
 
 
 def unpack_plan(scalars: Scalars, view: PlannedView) -> list[tuple[Event, int]]:
@@ -316,7 +316,7 @@ def unpack_plan(scalars: Scalars, view: PlannedView) -> list[tuple[Event, int]]:
         ValueError: the fields are no plan, or its releases are too many.
     """
     try:
-        plan = json.loads(unpack(Plan, scalars).plan)
+        plan = json.loads(unpack(PlannedReleases, scalars).plan)
         rows = [(row[view == "aggregate"], row[2]) for row in plan[: _MOST_PLANNED + 1]]
         numbers = [number for _, number in rows if type(number) is int and 0 < number <= _MOST_ROUNDS]
         if not len(numbers) == len(rows) <= _MOST_PLANNED:

@@ -16,6 +16,7 @@ from fedpriv.holder.vault._records import TokenFile
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.wire.frame import REFUSED
+from fedpriv.holder.wire.kinds import ADAPTER
 from fedpriv.learning.training.workbench import load_model
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.entries import CHARGED, Entry
@@ -203,13 +204,13 @@ def test_the_coordinator_sees_neither_that_records_are_new_nor_that_one_is_erase
         registered = node.asked(registering(CONFIG))
         replied = node.train(2)
         reply = replied.response
-        shapes = {name: (array.shape, array.dtype) for name, array in reply.arrays.items()}
+        shapes = {name: (array.shape, array.dtype) for name, array in reply.arrays[ADAPTER].items()}
         seen.append((registered.frame, reply.code, reply.fields, shapes, len(replied.frame), node.charges()))
     assert seen[0] == seen[1]
 
 
 def values(answered: Answer) -> dict[str, list[float]]:
-    return {name: array.ravel().tolist() for name, array in answered.response.arrays.items()}
+    return {name: array.ravel().tolist() for name, array in answered.response.arrays[ADAPTER].items()}
 
 
 def test_an_erased_record_is_in_no_later_upload_and_not_in_the_file_of_tokens(site, tokenised):
