@@ -96,13 +96,14 @@ class _Frame:
     @property
     def fields(self) -> Scalars:
         """Scalars of the message."""
-        return self.header["fields"]  # type: ignore[no-any-return]
+        fields: Scalars = self.header["fields"]
+        return fields
 
     @cached_property
     def arrays(self) -> Arrays:
         """Writable arrays, in the order in which they were packed."""
-        _, body = _parts(self.frame)
-        return unpacked_arrays(self.header["names"], body)
+        names = self.header["names"]  # which also checks the body
+        return unpacked_arrays(names, self.frame[_end_of_header(self.frame) :])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -304,19 +305,17 @@ def _joined(header: dict[str, Any], body: bytes) -> bytes:
     return prefix + head + body
 
 
-def _parts(frame: bytes, kinds: Mapping[str, type] | None = None) -> tuple[dict[str, Any], bytes]:
+def _parts(frame: bytes, kinds: Mapping[str, type]) -> tuple[dict[str, Any], bytes]:
     """The header, less version and digest, and the body.
 
     Args:
         frame: as it came.
-        kinds: exactly the fields that the header must have, with their types; None reads the body of a checked frame.
+        kinds: exactly the fields that the header must have, with their types.
     """
     if len(frame) < PREFIX_BYTES or frame_length(frame[:PREFIX_BYTES]) != len(frame) - PREFIX_BYTES:
         raise FrameError("frame: its length differs from what it states")
     end = _end_of_header(frame)
     body = frame[end:]
-    if kinds is None:
-        return {}, body
     try:
         header = json.loads(frame[PREFIX_BYTES:end], object_pairs_hook=_once)
     except (ValueError, RecursionError):
