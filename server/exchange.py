@@ -28,9 +28,7 @@ from fedpriv.privacy.accounting.events import Event
 
 log = logging.getLogger("flwr")
 
-# A reply that is pulled before its arrays have arrived costs Flower's own pause of 1 s, and they take about 0.05 s: so
-# the mean delay, p / 2 + 0.05 / p * 1 s, is least at p = 0.3 s.
-_SHORTEST_PAUSE_SECONDS = 0.3
+_SHORTEST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
 # What is told takes as long as there are clients.
 _SECONDS_UNTOLD = 0.1

@@ -47,7 +47,7 @@ from flwr.supernode.runtime.run_clientapp import run_clientapp
 from flwr.supernode.servicer.runtime import runtime_handlers
 
 from fedpriv.operate import approvals
-from fedpriv.operate.flower import seconds_to_pause
+from fedpriv.operate.flower import ask_again_soon, seconds_to_pause
 from fedpriv.operate.processes import Kept, end_with_parent
 
 # What a task's process needs of what the operator has installed. Nothing of `clients`: a task takes that from the
@@ -198,6 +198,7 @@ def main() -> None:
     sys.argv[1:] = ["--isolation", "process", "--host", own.host, "--port", own.port, *flowers]
     require_approval(own.approved.absolute())
     install_what_is_approved()
+    ask_again_soon()
     keep_pace(kept_superexec(f"{own.host}:{own.port}").tell)
     flower_supernode()
 

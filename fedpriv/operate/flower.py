@@ -44,6 +44,8 @@ _EXIT_CODES: Mapping[int, str] = {
 }
 
 _SHARE = 0.1
+# Flower's own is 1 s, and each further one is twice as long.
+_FIRST_RETRY_SECONDS = 0.05
 
 _FILE_BYTES, _NUM_OLD_FILES = 10 * 2**20, 3
 
@@ -225,6 +227,16 @@ def seconds_to_pause(waited: float, *, shortest: float, longest: float) -> float
         longest: the same; where the two conflict, it counts.
     """
     return min(longest, max(shortest, _SHARE * waited))
+
+
+def ask_again_soon() -> None:
+    """Make this process ask again soon for an array that a message announces and that has not arrived yet.
+
+    Arrays follow a message within a tenth of a second; the module that pulls them is a private one of Flower 1.41.
+    """
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+    pull_objects.__kwdefaults__["initial_backoff"] = _FIRST_RETRY_SECONDS
 
 
 class Log:

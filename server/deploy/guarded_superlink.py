@@ -72,6 +72,7 @@ NODE_REQUESTS = frozenset(key for key in PROTOBUF_REQUEST_TYPES if key[1].starts
 _SUPEREXEC = f"from {__package__}.guarded_superlink import superexec; superexec()"
 _SERVERAPP = (
     "from fedpriv.operate.processes import end_with_parent; end_with_parent(); "
+    "from fedpriv.operate.flower import ask_again_soon; ask_again_soon(); "
     "from flwr.superlink.cli import flwr_serverapp; flwr_serverapp()"
 )
 

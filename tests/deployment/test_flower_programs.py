@@ -104,3 +104,31 @@ def test_an_hour_of_waiting_takes_few_questions():
         waited += flower.seconds_to_pause(waited, shortest=0.05, longest=60.0)
         questions += 1
     assert questions < 150
+
+
+_ONCE_MISSING = """
+from flwr.superlink.grid import http_grid
+from flwr.supernode import start_client_internal
+from fedpriv.operate import flower
+flower.ask_again_soon()
+from flwr.supercore.inflatable import inflatable_utils
+assert http_grid.pull_objects is start_client_internal.pull_objects is inflatable_utils.pull_objects
+waits = []
+class Event(inflatable_utils.threading.Event):
+    def wait(self, timeout=None):
+        waits.append(timeout)
+inflatable_utils.threading.Event = Event
+asked = iter([False, False, True])
+def pull(object_id):
+    if not next(asked):
+        raise inflatable_utils.ObjectUnavailableError(object_id)
+    return b"array"
+assert http_grid.pull_objects(["0"], pull) == {"0": b"array"}
+first, second = [seconds for seconds in waits if seconds is not None]
+assert 0.04 <= first <= 0.06 and 0.08 <= second <= 0.12, waits
+"""
+
+
+def test_coordinator_and_nodes_soon_ask_again_for_an_array_that_has_not_arrived():
+    done = subprocess.run([sys.executable, "-c", _ONCE_MISSING], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
