@@ -198,7 +198,7 @@ def main() -> None:
     sys.argv[1:] = ["--isolation", "process", "--host", own.host, "--port", own.port, *flowers]
     require_approval(own.approved.absolute())
     install_what_is_approved()
-    ask_again_soon()
+    ask_again_soon(start_client_internal.pull_objects)
     keep_pace(kept_superexec(f"{own.host}:{own.port}").tell)
     flower_supernode()
 

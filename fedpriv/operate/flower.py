@@ -229,13 +229,12 @@ def seconds_to_pause(waited: float, *, shortest: float, longest: float) -> float
     return min(longest, max(shortest, _SHARE * waited))
 
 
-def ask_again_soon() -> None:
-    """Make this process ask again soon for an array that a message announces and that has not arrived yet.
+def ask_again_soon(pull_objects: Any) -> None:
+    """Make Flower ask again soon for an array that a message announces and that has not arrived yet.
 
-    Arrays follow a message within a tenth of a second; the module that pulls them is a private one of Flower 1.41.
+    Args:
+        pull_objects: Flower's function; arrays follow their message within a tenth of a second.
     """
-    from flwr.supercore.inflatable.inflatable_utils import pull_objects
-
     pull_objects.__kwdefaults__["initial_backoff"] = _FIRST_RETRY_SECONDS
 
 

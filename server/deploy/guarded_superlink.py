@@ -72,7 +72,8 @@ NODE_REQUESTS = frozenset(key for key in PROTOBUF_REQUEST_TYPES if key[1].starts
 _SUPEREXEC = f"from {__package__}.guarded_superlink import superexec; superexec()"
 _SERVERAPP = (
     "from fedpriv.operate.processes import end_with_parent; end_with_parent(); "
-    "from fedpriv.operate.flower import ask_again_soon; ask_again_soon(); "
+    "from fedpriv.operate.flower import ask_again_soon; "
+    "from flwr.supercore.inflatable.inflatable_utils import pull_objects; ask_again_soon(pull_objects); "
     "from flwr.superlink.cli import flwr_serverapp; flwr_serverapp()"
 )
 

@@ -110,8 +110,8 @@ _ONCE_MISSING = """
 from flwr.superlink.grid import http_grid
 from flwr.supernode import start_client_internal
 from fedpriv.operate import flower
-flower.ask_again_soon()
 from flwr.supercore.inflatable import inflatable_utils
+flower.ask_again_soon(inflatable_utils.pull_objects)
 assert http_grid.pull_objects is start_client_internal.pull_objects is inflatable_utils.pull_objects
 waits = []
 class Event(inflatable_utils.threading.Event):

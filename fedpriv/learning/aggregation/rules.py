@@ -204,10 +204,10 @@ RULES = _Rules(
         "cmfl": _known("cmfl", "_cmfl:cmfl", withholds="_cmfl:is_irrelevant"),
         "ffa-lora": _known("ffa-lora", _AVERAGE),
         "rolora": _known("rolora", _AVERAGE),
-        "fedsvd": _known("fedsvd", _AVERAGE, finish="_products:rebased"),
+        "fedsvd": _known("fedsvd", _AVERAGE, finish="_fedsvd:rebased"),
         "fed-sb": _known("fed-sb", _AVERAGE),
-        "fedex-lora": _known("fedex-lora", "_products:fedex_lora"),
-        "flora": _known("flora", "_products:flora"),
+        "fedex-lora": _known("fedex-lora", "_exact_products:fedex_lora"),
+        "flora": _known("flora", "_exact_products:flora"),
     },
 )
 """{`aggregation` of a configuration: how that rule makes the next global model}."""
