@@ -27,8 +27,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checkout, tmp_path):
-    pipe = checkout / "clients" / "pipe.py"
-    pipe.write_text(f"{pipe.read_text()}\n\n# Nobody has read this.\n")
+    app = checkout / "clients" / "node.py"
+    app.write_text(f"{app.read_text()}\n\n# Nobody has read this.\n")
     values = {**holders_run, "out": str(tmp_path / "out"), "registration_seconds": 20}
     output = holders.run(values, code=1, checkout=checkout)
     assert "none of which can take part" in output
@@ -36,7 +36,7 @@ def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checko
     for client in range(NUM_NODES):
         assert "is not approved; review it, then add it to" in (holders.folder / f"node-{client}.log").read_text()
         assert not holders.charges(client)
-        assert not list((holders.node(client) / "flower").rglob("pipe.py"))  # nothing was installed
+        assert not list((holders.node(client) / "flower").rglob("node.py"))  # nothing was installed
 
 
 def test_every_guard_refuses_a_coordinator_that_asks_for_too_much(holders, holders_run, checkout, tmp_path):
