@@ -64,7 +64,8 @@ def describe(
 
     Args:
         source: a file, a data set on the Hub, or a table that was read.
-        text, label, text_pair, client, person: columns; empty for none. A record repeats another if both texts do.
+        text: a column, as are `label`, `text_pair`, `client` and `person`, empty for none. A record repeats another if
+            both its texts do.
         tokenizer: of the model that would read the records; None counts words.
         max_length: the most tokens of a record, special ones included.
 
@@ -149,7 +150,7 @@ def describe_instructions(
     Args:
         config: with `data`, columns, prompts and `max_length`.
         table: that was read of `data`; None reads it.
-        client, person: columns; empty for none.
+        client: a column, as is `person`; empty for none.
         tokenizer: that `ChatFormat.check` accepts; None counts words alone and shows no records.
 
     Raises:

@@ -85,7 +85,7 @@ def read_table(
     Args:
         source: a path, or a name on the Hub; `name:split` selects another split.
         key: the configuration key to name in errors.
-        separator, encoding, spans: as for `opened`.
+        separator: as for `opened`, as are `encoding` and `spans`.
 
     Raises:
         InputError: there is no such file or data set, its format is unknown, it is empty, or a record is unreadable.
@@ -124,7 +124,7 @@ def write_lines(source: str, path: Path, *, separator: Separator = "auto", encod
     Args:
         source: a file whose quoted fields may go on over lines, or a data set on the Hub.
         path: of a new file, which its user alone may read.
-        separator, encoding: as for `read_table`.
+        separator: as for `read_table`, as is `encoding`.
 
     Raises:
         InputError: the table cannot be read, or the path is taken.

@@ -123,7 +123,8 @@ def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> MeanEstima
     of the m records, so by the delta method its variance is m / (m - 1) sum (d_i - r n_i)^2 / (sum n_i)^2.
 
     Args:
-        before, after: of the same records in the same order.
+        before: losses of records.
+        after: of the same records in the same order.
 
     Raises:
         ValueError: the records are not the same.

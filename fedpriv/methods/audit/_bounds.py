@@ -213,7 +213,8 @@ def one_run_epsilon(
 
     Args:
         num_canaries: m.
-        num_guesses, num_correct: r <= m and v <= r; scalars, or arrays of one shape.
+        num_guesses: r <= m, a scalar or an array.
+        num_correct: v <= r, of the same shape.
         delta: in [0, 1].
         confidence: in (0, 1).
         group_size: as for `one_run_audit`.
