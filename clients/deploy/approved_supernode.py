@@ -37,6 +37,7 @@ from flwr.common.config import get_project_dir
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
 from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
@@ -198,7 +199,7 @@ def main() -> None:
     sys.argv[1:] = ["--isolation", "process", "--host", own.host, "--port", own.port, *flowers]
     require_approval(own.approved.absolute())
     install_what_is_approved()
-    ask_again_soon(start_client_internal.pull_objects)
+    ask_again_soon(pull_objects)
     keep_pace(kept_superexec(f"{own.host}:{own.port}").tell)
     flower_supernode()
 
