@@ -231,13 +231,12 @@ def mistakes(columns: CheckedColumns) -> list[Finding]:
     return sorted(found, key=lambda finding: not finding.refuses)
 
 
-def check_table(table: Table, config: RunConfig, *, key: str = "data") -> list[str]:
-    """The warnings about a run's table, one a line.
+def check_table(table: Table, config: RunConfig, roles: Roles, *, key: str = "data") -> list[str]:
+    """The warnings about a run's table in these roles, one a line.
 
     Raises:
         InputError: it has a likely mistake that is refused; says how to go on.
     """
-    roles = Roles.of(config)
     check = f"`fedpriv data check {shlex.quote(table.source)} {roles.options}`"
     how = f'{check} lists all, and --fix OUT mends a copy; if all is as it should be, set table_checks = "warn"'
     return refused(mistakes(CheckedColumns.of(table, roles)), config.table_checks, f"{key} = {table.source!r}", how)
