@@ -277,8 +277,8 @@ def _check_files(folder: Path) -> None:
             "or delete this file and adapter_model.safetensors if the weights beside them are merged"
         )
     for name in sorted(own):
-        with (folder / name).open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+        with (folder / name).open("rb") as content:
+            if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise InputError(
                     f"model = {str(folder)!r}: {name} is a pointer of Git LFS to a file that is not here; fetch that "
                     "with `git lfs pull`"
