@@ -204,7 +204,7 @@ def opened(
     path = Path(source).expanduser()
     suffix = suffix_of(path)
     if path.is_dir():
-        join = f"import pyarrow.parquet as p; p.write_table(p.read_table({source!r}), 'all.parquet')"
+        join = f"import pyarrow.parquet as p; p.write_table(p.read_table({str(path)!r}), 'all.parquet')"
         raise InputError(f'{key} = {source!r}: is a folder; join its Parquet files with python -c "{join}"')
     if not path.is_file():
         raise InputError(f"{key} = {source!r}: no such file")
