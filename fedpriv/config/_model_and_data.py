@@ -225,10 +225,8 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
         labels, answers = self.labels, self.answers
         if labels and not answers:
             raise ValueError(f"labels = {','.join(labels)}: a model that answers needs answers, one for each label")
-        if labels and (len(labels) != len(answers) or len(set(labels)) < len(labels)):
-            raise ValueError(
-                f"labels = {','.join(labels)}: must be as many as answers = {','.join(answers)}, and each once"
-            )
+        if labels and len(labels) != len(answers):
+            raise ValueError(f"labels = {','.join(labels)}: must be as many as answers = {','.join(answers)}")
         texts = {answer.strip() for answer in answers}
         if answers and (len(answers) < 2 or len(texts) < len(answers) or "" in texts):
             raise ValueError(f"answers = {','.join(answers)}: must be two or more texts, each once")

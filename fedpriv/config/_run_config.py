@@ -245,6 +245,8 @@ class RunConfig(
             )
 
     def _check_task(self) -> None:
+        if len(set(self.labels)) < len(self.labels):
+            raise ValueError(f"labels = {','.join(self.labels)}: name each class once")
         if self.data == ON_NODES and self.task == "SEQ_CLS" and len(self.labels) < 2:
             raise ValueError("data = on-nodes: needs labels, the classes that all holders agreed on")
         if self.text_pair_column and self.task == "CAUSAL_LM":

@@ -137,7 +137,11 @@ def tidy(sweep: Sweep, out: Path, errors: Mapping[str, str], spent: SweepSpendin
     rows = []
     for run in sweep.runs:
         folder = out / run.key
-        row: dict[str, Any] = dict(run.varied)
+        # A list becomes a text: only then can runs be grouped by it, and told apart in every format.
+        row: dict[str, Any] = {
+            key: ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            for key, value in run.varied.items()
+        }
         if files.is_finished(folder):
             summary = files.read_values(folder / files.SUMMARY)
             resolved = files.read_values(folder / files.CONFIG)

@@ -144,7 +144,7 @@ def test_prompts_imply_a_causal_model_and_the_recipe_that_has_one(columns):
         (ASKS | {"prompt_template": "{}" + " " * 20_000}, "^prompt_template: 20002 characters"),
         (ASKS | {"answers": ["yes", " "]}, "two or more"),
         (ASKS | {"answers": "yes,no", "labels": "1,0,2"}, "^labels = 1,0,2: must be as many as answers = yes,no"),
-        (ASKS | {"answers": "yes,no", "labels": "1,1"}, "each once"),
+        (ASKS | {"answers": "yes,no", "labels": "1,1"}, "^labels = 1,1: name each class once"),
         (ASKS | {"labels": "1,0"}, "^labels = 1,0: .*needs answers"),
         (ASKS | {"factors": "answers"}, "^factors = answers: needs answers"),
         (ASKS | {"factors": "answers", "answers": "yes,no", "aggregation": "ffa-lora"}, "use fed-sb, not ffa-lora"),

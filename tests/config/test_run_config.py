@@ -289,6 +289,13 @@ def test_any_label_survives_the_flower_form(labels):
     assert parse(to_flower(config)) == config
 
 
+@pytest.mark.parametrize("more", [{}, {"prompt_column": "p", "response_column": "r", "answers": ["x", "y", "z"]}])
+def test_labels_that_name_a_class_twice_are_refused(more):
+    with pytest.raises(InputError, match=r"labels = a,b,a: name each class once"):
+        parse({"labels": ["a", "b", "a"], **more})
+    assert parse({"labels": ["a", "b", "A"], **more}).labels == ("a", "b", "A")
+
+
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(AttributeError):
         RunConfig().rounds = 3

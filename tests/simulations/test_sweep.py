@@ -114,6 +114,15 @@ def test_every_study_that_is_shipped_expands(path):
     assert alone or path.with_name(f"{path.stem}-full.toml").exists()
 
 
+def test_lists_vary_as_any_value_does(write, base, tmp_path):
+    targets = [["query"], ["query", "value"]]
+    assert run(write(**base, grid={"target_modules": targets}), out := tmp_path / "out")
+    names = ["query", "query, value"]
+    assert pd.read_csv(out / "sweep.csv")["target_modules"].tolist() == names
+    assert pd.read_parquet(out / "sweep.parquet")["target_modules"].tolist() == names
+    assert pd.read_csv(out / "pivot.csv")["target_modules"].tolist() == names
+
+
 def test_finished_runs_stay_and_failures_are_recorded_and_not_fatal(write, base, tmp_path):
     out = tmp_path / "out"
     path = write(**base, grid={"max_length": [32, 4000]})

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 
 import numpy as np
@@ -38,16 +38,24 @@ class Parameters:
 
     Attributes:
         record: name of their record.
-        arrays: {name: floats of any shape}, at least one value.
+        arrays: {name: array of any shape}, at least one value that may change.
+        kept: names of the arrays that no reply changes: integers, and what the app does not train. To anyone who asked,
+            they say nothing; an app's own would, such as the number of batches that BatchNorm counts.
     """
 
     record: str
     arrays: Mapping[str, np.ndarray]
+    kept: frozenset[str]
+
+    @property
+    def changing(self) -> dict[str, np.ndarray]:
+        """{name: floats} of the arrays that a reply may change."""
+        return {name: array for name, array in self.arrays.items() if name not in self.kept}
 
     @property
     def num_values(self) -> int:
-        """Values of all arrays."""
-        return sum(array.size for array in self.arrays.values())
+        """Values that may change."""
+        return sum(array.size for array in self.changing.values())
 
     @property
     def is_finite(self) -> bool:
@@ -55,34 +63,38 @@ class Parameters:
         return all(bool(np.isfinite(array).all()) for array in self.arrays.values())
 
     def difference(self, other: Parameters) -> Tensor:
-        """These values less the other's, float64 [num_values].
+        """The values that may change less the other's, float64 [num_values].
 
         Raises:
-            ValueError: their arrays have other names, shapes or types.
+            ValueError: these have other names, shapes or types.
         """
-        kinds = [[(name, a.shape, a.dtype) for name, a in each.arrays.items()] for each in (self, other)]
+        kinds = [[(name, a.shape, a.dtype) for name, a in each.changing.items()] for each in (self, other)]
         if kinds[0] != kinds[1]:
             raise ValueError("the reply's arrays differ from the received ones in name, order, shape or type")
         with np.errstate(over="ignore", invalid="ignore"):
-            parts = [self.arrays[name].astype(np.float64) - other.arrays[name] for name in self.arrays]
+            parts = [array.astype(np.float64) - other.arrays[name] for name, array in self.changing.items()]
         return torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
 
     def moved(self, difference: Tensor) -> Parameters:
         """These values plus a difference, float64 [num_values], each array in its own shape and type."""
-        moved, start = {}, 0
+        moved, start = dict(self.arrays), 0
         with np.errstate(over="ignore"):
-            for name, array in self.arrays.items():
+            for name, array in self.changing.items():
                 step = difference[start : start + array.size].numpy().reshape(array.shape)
                 moved[name] = np.asarray(array.astype(np.float64) + step).astype(array.dtype)
                 start += array.size
-        return Parameters(record=self.record, arrays=moved)
+        return replace(self, arrays=moved)
 
 
-def parameters_of(content: RecordDict) -> Parameters:
+def parameters_of(content: RecordDict, untrained: Collection[str]) -> Parameters:
     """The parameters in a message's content.
 
+    Args:
+        content: of the message.
+        untrained: names of arrays that are kept though they hold floats, or the last parts of such names.
+
     Raises:
-        RefusedError: there is not exactly one record of arrays, or an array is malformed, not of floats, or not finite.
+        RefusedError: there is not exactly one record of arrays, or an array is malformed, of no numbers or not finite.
     """
     if len(content.array_records) != 1:
         raise RefusedError(f"arrays: are in {len(content.array_records)} records; must be in exactly one")
@@ -91,15 +103,18 @@ def parameters_of(content: RecordDict) -> Parameters:
         arrays = {name: read_array(name, array.data) for name, array in named.items()}
     except ValueError as error:
         raise RefusedError(f"arrays: {error}") from None
+    kept = set()
     for name, array in arrays.items():
-        if array.dtype not in (np.float16, np.float32, np.float64):
+        if array.dtype.kind in "biu" or not {name, name.rpartition(".")[2]}.isdisjoint(untrained):
+            kept.add(name)
+        elif array.dtype not in (np.float16, np.float32, np.float64):
             raise RefusedError(f"{name}: is {array.dtype}; only float16, float32 and float64 are noised")
-    found = Parameters(record=record, arrays=arrays)
+    found = Parameters(record=record, arrays=arrays, kept=frozenset(kept))
     size, names = sum(array.nbytes for array in arrays.values()), sum(map(len, arrays))
     if size > MAX_ARRAYS_BYTES // 2 or names > _MAX_NAMES:
         raise RefusedError(f"arrays: are {size} bytes; at most {MAX_ARRAYS_BYTES // 2} can be stored")
     if not found.num_values:
-        raise RefusedError("arrays: hold no value")
+        raise RefusedError("arrays: hold no value that is trained")
     if not found.is_finite:
         raise RefusedError("arrays: hold a value that is not finite")
     return found

@@ -10,7 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -53,6 +53,9 @@ log = logging.getLogger("flwr")
 
 # What LocalDpMod's norms in the arrays' own type may be off by: clipped float32 updates of 10^7 values stay below it.
 _CLIPPING_MARGIN = 1e-3
+
+# The batches that BatchNorm has seen: an integer, of which the average of Flower's strategies makes a float.
+_UNTRAINED = ("num_batches_tracked",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,15 +176,22 @@ class _PaidMod(ABC):
         account_of: gives the node's account.
         metrics: names of numbers in the app's replies that leave all the same; no epsilon covers them.
         uncovered: types of messages, such as `evaluate`, that the app answers by itself; no epsilon covers them.
+        untrained: names of arrays, or the last parts of them, that the app does not train; see `UpdateMod`.
     """
 
     _noise_source = SecureSource.name
 
     def __init__(
-        self, account_of: AccountOf, *, metrics: Collection[str] = (), uncovered: Collection[str] = ()
+        self,
+        account_of: AccountOf,
+        *,
+        metrics: Collection[str] = (),
+        uncovered: Collection[str] = (),
+        untrained: Collection[str] = _UNTRAINED,
     ) -> None:
         self._account_of = account_of
         self._metrics, self._uncovered = check_names("metrics", metrics), check_names("uncovered", uncovered)
+        self._untrained = check_names("untrained", untrained)
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """The paid reply to a message, or an error."""
@@ -189,7 +199,7 @@ class _PaidMod(ABC):
         def answer() -> Message:
             if not check_type(message, self._uncovered):
                 return call_next(message, context)
-            received = parameters_of(message.content)
+            received = parameters_of(message.content, self._untrained)
             account = self._account_of(context)
             key = _key_of(message, account)
 
@@ -222,7 +232,8 @@ class LedgerMod(_PaidMod):
     """A Flower mod that charges each train message with a fixed event before the app runs, and stores the reply.
 
     It adds no noise: the mods behind it and the app must give what the event says. The reply's arrays leave as the app
-    made them; its numbers are replaced by the registered N_k. If the app fails, the server learns that it did.
+    made them, but for those that `UpdateMod` keeps; its numbers are replaced by the registered N_k. If the app fails,
+    the server learns that it did.
 
     Args:
         account_of: gives the node's account.
@@ -230,6 +241,7 @@ class LedgerMod(_PaidMod):
         noise_source: `secure`, or where the noise is from, for the ledger.
         metrics: names of numbers in the app's replies that leave all the same; no epsilon covers them.
         uncovered: types of messages, such as `evaluate`, that the app answers by itself; no epsilon covers them.
+        untrained: names of arrays, or the last parts of them, that the app does not train.
     """
 
     def __init__(
@@ -240,8 +252,9 @@ class LedgerMod(_PaidMod):
         noise_source: str = SecureSource.name,
         metrics: Collection[str] = (),
         uncovered: Collection[str] = (),
+        untrained: Collection[str] = _UNTRAINED,
     ) -> None:
-        super().__init__(account_of, metrics=metrics, uncovered=uncovered)
+        super().__init__(account_of, metrics=metrics, uncovered=uncovered, untrained=untrained)
         self._event_of, self._noise_source = event_of, noise_source
 
     def _event(self, context: Context, received: Parameters) -> Event:
@@ -261,6 +274,9 @@ class UpdateMod(_PaidMod):
     same message again gets the same reply. All else in the app's reply is dropped. If the app fails, or returns other
     arrays or values that are not finite, its update counts as zero, and the reply is noise like any other.
 
+    Arrays of integers, such as BatchNorm's number of batches, leave as they came, and so do those named as untrained:
+    they have no noise, and count in no norm. The running means of a BatchNorm are part of the update.
+
     Guarantee: replacing all data of the client costs what the charged event says, by the reply's content. How long the
     app takes, and what it does besides its reply, is not covered.
 
@@ -270,6 +286,8 @@ class UpdateMod(_PaidMod):
         noise_multiplier: z > 0, the noise over C; any two updates are up to 2 C apart, so the event has z / 2.
         metrics: names of numbers in the app's replies that leave all the same; no epsilon covers them.
         uncovered: types of messages, such as `evaluate`, that the app answers by itself; no epsilon covers them.
+        untrained: names of arrays of floats, or the last parts of them, that the app does not train. An average that a
+            strategy takes makes floats of integers, so other integers than BatchNorm's have to be named here.
 
     Raises:
         InputError: clip_norm or noise_multiplier is out of range.
@@ -283,8 +301,9 @@ class UpdateMod(_PaidMod):
         noise_multiplier: float,
         metrics: Collection[str] = (),
         uncovered: Collection[str] = (),
+        untrained: Collection[str] = _UNTRAINED,
     ) -> None:
-        super().__init__(account_of, metrics=metrics, uncovered=uncovered)
+        super().__init__(account_of, metrics=metrics, uncovered=uncovered, untrained=untrained)
         self._noise = UpdateNoise(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
 
     def event(self, num_values: int) -> Event:
@@ -333,11 +352,11 @@ def _trained(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple
     """
     try:
         reply = ask()
-        trained = parameters_of(reply.content)
+        trained = parameters_of(reply.content, received.kept)
     except RefusedError as error:  # its text would leave
         raise ValueError(f"the app's reply: {error}") from None
     trained.difference(received)
-    return Parameters(record=received.record, arrays=trained.arrays), metrics_of(reply, allowed)
+    return replace(received, arrays={**received.arrays, **trained.changing}), metrics_of(reply, allowed)
 
 
 def _app_update(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple[Tensor, dict[str, Scalar]]:
@@ -350,7 +369,7 @@ def _app_update(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tu
     """
     try:
         reply = ask()
-        return parameters_of(reply.content).difference(received), metrics_of(reply, allowed)
+        return parameters_of(reply.content, received.kept).difference(received), metrics_of(reply, allowed)
     except Exception:  # a record may have caused it, so the reply is noise like any other
         log.exception("the app failed; its update counts as zero")
         return torch.zeros(received.num_values, dtype=torch.float64), {}

@@ -46,6 +46,7 @@ _ASKED_FOR: dict[_Kind, str] = {"model": "config.json", "dataset": "README.md"}
 # vocabularies.
 _NAMING = re.compile(r"(tokenizer_)?config(\..+)?\.json|.+\.index\.json")
 _ENTRIES = re.compile(r"weight_map|transformers_weights|\w+_files?|\w*spm|vocab|merges")
+_LFS_POINTER = b"version https://git-lfs"
 # It writes these, and opens none of them.
 _WRITTEN_ONLY = {"tokenizer_file", "special_tokens_map_file"}
 
@@ -54,8 +55,9 @@ def locate(name: str) -> Path | None:
     """The folder or GGUF file on this machine that the name stands for; None if it is a name on the Hub.
 
     Raises:
-        InputError: the folder or file does not exist, a folder has no config.json or no safetensors weights, or has
-            loaders read other files than its own, or the package that brings the bundled language model is missing.
+        InputError: the folder or file does not exist, a folder has no config.json or no safetensors weights, has a file
+            that is damaged or none of a model's, or has loaders read other files than its own, or the package that
+            brings the bundled language model is missing.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -66,7 +68,7 @@ def locate(name: str) -> Path | None:
                 f"model = {name!r}: this folder has no weights; it needs model.safetensors "
                 "(pickled checkpoints are never read)"
             )
-        _check_names(path)
+        _check_files(path)
         return path.resolve()
     if name in (BUNDLED_LANGUAGE_MODEL, LANGUAGE_MODEL_ON_HUB):
         return _language_model(name)
@@ -83,7 +85,7 @@ def locate(name: str) -> Path | None:
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that cannot be loaded, within seconds; what its files hold is not looked at.
+    """Refuse a model that cannot be loaded, within seconds; of its weights the length alone is looked at.
 
     Raises:
         InputError: as in `locate`, or the Hub's cache lacks it and the Hub does too, or cannot be reached.
@@ -231,9 +233,10 @@ def model_digest(folder: Path, *, weights: bool = True) -> str:
         weights: False leaves out the safetensors files: what remains decides how texts are tokenised.
 
     Raises:
-        InputError: it is not a folder with files, holds a link to a folder, or names files that are not its own.
+        InputError: it is not a folder with files, holds a link to a folder or a damaged file, or names files that are
+            not its own.
     """
-    _check_names(folder)
+    _check_files(folder)
     files = [file for file in _files(folder) if weights or file.suffix != ".safetensors"]
     if not files:
         raise InputError(f"model = {str(folder)!r}: must be a folder with a model's files")
@@ -263,16 +266,41 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def _check_names(folder: Path) -> None:
-    """Refuse a model's folder by which a loader finds files that its digest is not of."""
+def _check_files(folder: Path) -> None:
+    """Refuse a model's folder with a file that no loader can read, or that names one which its digest is not of."""
+    from safetensors import SafetensorError, safe_open  # deferred: a node asks no loader
+
     own = {file.name for file in _files(folder) if file.parent == folder}
     if "adapter_config.json" in own:  # of peft, by which files and other models are found in many ways
-        raise InputError(f"model = {str(folder)!r}: holds an adapter; merge it into its base, and use that")
+        raise InputError(
+            f"model = {str(folder)!r}: adapter_config.json is that of an adapter; merge it into its base and use that, "
+            "or delete this file and adapter_model.safetensors if the weights beside them are merged"
+        )
+    for name in sorted(own):
+        with (folder / name).open("rb") as content:
+            if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise InputError(
+                    f"model = {str(folder)!r}: {name} is a pointer of Git LFS to a file that is not here; fetch that "
+                    "with `git lfs pull`"
+                )
+        if name.endswith(".safetensors"):
+            try:
+                with safe_open(folder / name, "np"):  # reads the header, and compares the file's length with it
+                    pass
+            except SafetensorError as error:
+                raise InputError(
+                    f"model = {str(folder)!r}: {name} is damaged or only a part ({error}); fetch it again"
+                ) from None
     for file in filter(_NAMING.fullmatch, sorted(own)):
         try:
             entries = dict(json.loads((folder / file).read_bytes()))
         except (ValueError, TypeError):
             raise InputError(f"model = {str(folder)!r}: {file} is no JSON object") from None
+        if isinstance(packed := entries.get("quantization_config"), dict) and file == "config.json":
+            raise InputError(
+                f"model = {str(folder)!r}: {file} says that its weights are quantised ({packed.get('quant_method')}); "
+                'use the weights that they were made of, with base_dtype = "nf4" for 4 bits'
+            )
         for key in filter(_ENTRIES.fullmatch, entries.keys() - _WRITTEN_ONLY):
             if foreign := [name for name in _names(entries[key]) if name not in own]:
                 raise InputError(

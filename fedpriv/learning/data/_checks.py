@@ -30,6 +30,7 @@ from fedpriv.learning.data._mistakes import (
     is_empty,
     misspelt_clients,
     mistakes,
+    not_available,
     spelling_meant,
     spellings_of,
 )
@@ -231,7 +232,8 @@ def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str]
 
     Names of clients, persons and labels lose blanks around them and take the most frequent spelling, or the label
     agreed on, but for those to keep; a likely misspelt client takes the name that is meant. Records without client,
-    person, label or text go, and so do those that repeat an earlier one in every column. All else is as it was.
+    label or text go, those without a person or with one who looks like a missing one, and those that repeat an earlier
+    one in every column. All else is as it was.
 
     Args:
         out: a new .csv or .jsonl file, which its user alone may read.
@@ -282,9 +284,9 @@ def _meant(columns: CheckedColumns, role: str, agreed: Sequence[str], keep: Coll
     for group in by_folded(spellings).values():
         target = spelling_meant({name: len(spellings[name]) for name in group}, agreed)
         meant |= dict.fromkeys(group, target)
-    if role == "client":
-        for finding in misspelt_clients(columns, spellings):
-            meant |= finding.renamed
+    looks = {"client": misspelt_clients(columns, spellings), "person": not_available(columns, "persons", spellings, ())}
+    for finding in looks.get(role, ()):
+        meant |= finding.renamed
     stay = {*keep, *agreed}
     return {name: target for name, target in meant.items() if name != target and name not in stay}
 
@@ -293,7 +295,7 @@ def _renames(columns: CheckedColumns, role: str, meant: Mapping[str, str]) -> li
     """A line for each name that changes."""
     spellings = spellings_of(_of_role(columns, role))
     return [
-        f"renamed {role} {name!r} to {target!r}"
+        (f"renamed {role} {name!r} to {target!r}" if target else f"took {role} {name!r} for a missing one")
         + ("" if folded(name) == folded(target) else f", likely misspelt; --keep {name!r} leaves it")
         + f" ({columns.where(spellings[name])})"
         for name, target in meant.items()

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from statistics import median
 
 from fedpriv.config import RunConfig, TableChecks
 from fedpriv.errors import InputError
@@ -38,7 +39,29 @@ _ID_LENGTH = 40
 _MOST_OF_A_PERSON = 20
 
 _NOT_AVAILABLE = {"", "-", "--", ".", "?", "na", "n/a", "n.a.", "#n/a", "nan", "nil", "null", "none", "missing", "tbd"}
-_NOT_AVAILABLE |= {"unknown", "unk", "not available", "not applicable", "unbekannt", "k.a.", "k. a.", "keine angabe"}
+_NOT_AVAILABLE |= {
+    "unknown",
+    "unk",
+    "unbekannt",
+    "k.a.",
+    "k. a.",
+    "keine angabe",
+    "n.n.",
+    "nn",
+    "nat",
+    "\\n",
+    "undefined",
+}
+_NOT_AVAILABLE |= {"#ref!", "#value!", "#name?", "#div/0!", "#null!", "#num!", "anonym", "redacted", "withheld"}
+_NOT_AVAILABLE |= {f"anonym{ending}" for ending in ("ous", "ised", "ized")}
+_NOT_AVAILABLE |= {f"not {known}" for known in ("available", "applicable", "recorded", "known", "given", "stated")}
+_AROUND_NONE = "<>()[]{}"
+
+# What systems write in the place of a number that they lack; a few records may have it as their own.
+_NO_NUMBER = re.compile(r"0+|9{3,}|-[0-9]+")
+
+# A whole number, as a spreadsheet writes it that fills a column up, or lacks a value in it.
+_NUMBER = re.compile(r"(-?)0*([0-9]+)(\.0)?")
 
 # German names are written without umlauts too.
 _UMLAUTS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue"})
@@ -62,7 +85,7 @@ class Finding:
         message: one line: what it is, with the number of records and the first of their places.
         places: of its records: lines or records, from 1; empty where it is of a whole column.
         refuses: whether a run refuses it.
-        renamed: {spelling: spelling meant} of a finding of names.
+        renamed: {spelling: spelling meant} of a finding of names; empty where none is meant.
     """
 
     kind: str
@@ -201,20 +224,19 @@ def mistakes(columns: CheckedColumns) -> list[Finding]:
             continue
         spellings = spellings_of(values)
         found += _variants(columns, role, spellings, agreed)
-        found += _not_available(columns, role, spellings, agreed)
+        found += not_available(columns, role, spellings, agreed)
         if role == "clients":
             found += misspelt_clients(columns, spellings)
     found += [*_at_several_clients(columns), *_rare(columns), *_id_columns(columns)]
     return sorted(found, key=lambda finding: not finding.refuses)
 
 
-def check_table(table: Table, config: RunConfig, *, key: str = "data") -> list[str]:
-    """The warnings about a run's table, one a line.
+def check_table(table: Table, config: RunConfig, roles: Roles, *, key: str = "data") -> list[str]:
+    """The warnings about a run's table in these roles, one a line.
 
     Raises:
         InputError: it has a likely mistake that is refused; says how to go on.
     """
-    roles = Roles.of(config)
     check = f"`fedpriv data check {shlex.quote(table.source)} {roles.options}`"
     how = f'{check} lists all, and --fix OUT mends a copy; if all is as it should be, set table_checks = "warn"'
     return refused(mistakes(CheckedColumns.of(table, roles)), config.table_checks, f"{key} = {table.source!r}", how)
@@ -274,9 +296,11 @@ def spellings_of(values: Values) -> dict[str, list[int]]:
 
 
 def folded(text: str) -> str:
-    """The text without case, outer and repeated blanks, and characters that nobody sees."""
+    """The text without case, outer and repeated blanks, characters that nobody sees, and zeros around a number."""
     seen = "".join(char for char in unicodedata.normalize("NFKC", text) if unicodedata.category(char) != "Cf")
-    return " ".join(seen.casefold().split())
+    name = " ".join(seen.casefold().split())
+    number = _NUMBER.fullmatch(name)
+    return name if number is None else "".join(number.group(1, 2))
 
 
 def by_folded(spellings: Iterable[str]) -> dict[str, list[str]]:
@@ -301,7 +325,7 @@ def spelling_meant(spellings: Mapping[str, int], agreed: Iterable[str] = ()) -> 
 def _variants(
     columns: CheckedColumns, role: str, spellings: Mapping[str, Sequence[int]], agreed: Sequence[str]
 ) -> Iterator[Finding]:
-    """Names that differ by case, blanks and unseen characters alone, less those agreed on to be two."""
+    """Names of which no more differs than `folded` leaves out, less those agreed on to be two."""
     known = {folded(name) for name in agreed}
     for name, group in by_folded(spellings).items():
         if agreed and name not in known:
@@ -309,23 +333,28 @@ def _variants(
         meant = spelling_meant({name: len(spellings[name]) for name in group}, agreed)
         for spelling in sorted(group, key=lambda name: spellings[name][0]):
             if spelling != meant and spelling not in agreed and (len(group) > 1 or agreed):
+                what = "zeros" if _NUMBER.fullmatch(name) and spelling.strip() != meant else "case or blanks"
                 yield columns.found(
                     f"variants_of_{role}",
-                    f"{role}: {spelling!r} differs from {meant!r} by case or blanks alone",
+                    f"{role}: {spelling!r} differs from {meant!r} by {what} alone",
                     spellings[spelling],
                     refuses=True,
                     renamed={spelling: meant},
                 )
 
 
-def _not_available(
+def not_available(
     columns: CheckedColumns, role: str, spellings: Mapping[str, Sequence[int]], agreed: Sequence[str]
 ) -> Iterator[Finding]:
     """Names that stand for none; as one person they would protect all of those behind them worse."""
+    is_person = role == "persons"
+    many = _TIMES_AS_MANY * median(map(len, spellings.values())) if is_person and spellings else math.inf
     for spelling, rows in spellings.items():
-        if folded(spelling) in _NOT_AVAILABLE and spelling not in agreed:
-            message, is_person = f"{role}: {spelling!r} looks like a missing one", role == "persons"
-            yield columns.found(f"missing_{role}", message, rows, refuses=is_person)
+        name = folded(spelling)
+        is_none = not {name, name.strip(_AROUND_NONE)}.isdisjoint(_NOT_AVAILABLE)
+        if (is_none and spelling not in agreed) or (len(rows) > many and _NO_NUMBER.fullmatch(name)):
+            message = f"{role}: {spelling!r} looks like a missing one"
+            yield columns.found(f"missing_{role}", message, rows, refuses=is_person, renamed={spelling: ""})
 
 
 def _at_several_clients(columns: CheckedColumns) -> Iterator[Finding]:

@@ -12,10 +12,11 @@ import csv
 import gzip
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,18 @@ SEPARATORS: dict[Separator, str] = {"comma": ",", "semicolon": ";", "tab": "\t"}
 
 # A header longer than this many characters is none.
 _LONGEST_HEADER = 100_000
+
+# Of Excel's, before the header.
+_DECLARED = re.compile(r"sep=(.)[\r\n]*", re.IGNORECASE)
+
+# {first bytes of a file that is another than its name says: what it is, and what to do}
+_FOREIGN = {
+    b"\x1f\x8b": "compressed with gzip; let its name end in .gz",
+    b"PK\x03\x04": "an Excel workbook or a ZIP archive; save its table as CSV in UTF-8",
+    b"\xd0\xcf\x11\xe0": "an old Excel workbook; save its table as CSV in UTF-8",
+    b"PAR1": "a Parquet file; let its name end in .parquet",
+    b"version https://git-lfs": "a pointer of Git LFS to a file that is not here; fetch that with `git lfs pull`",
+}
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(,[0-9]+)?")
 
@@ -70,6 +83,17 @@ def decoded(content: bytes, encoding: Encoding, *, line: int = 1) -> str:
         raise LayoutError(
             f"{found}; if the file is Latin-1, give --encoding latin-1 (key: encoding), or cp1252 for that of Windows"
         ) from None
+
+
+def refuse_foreign(start: bytes, own: bytes = b"") -> None:
+    """Refuse the first bytes of a file that is another than its name says; `own` are those that it should have.
+
+    Raises:
+        LayoutError: says what it is, and what to do.
+    """
+    for mark, what in _FOREIGN.items():
+        if mark != own and start.startswith(mark):
+            raise LayoutError(f"is {what}")
 
 
 def separator_of(header: str, asked: Separator) -> Separator:
@@ -179,6 +203,9 @@ def opened(
     """
     path = Path(source).expanduser()
     suffix = suffix_of(path)
+    if path.is_dir():
+        join = f"import pyarrow.parquet as p; p.write_table(p.read_table({str(path)!r}), 'all.parquet')"
+        raise InputError(f'{key} = {source!r}: is a folder; join its Parquet files with python -c "{join}"')
     if not path.is_file():
         raise InputError(f"{key} = {source!r}: no such file")
     if suffix not in FORMATS:
@@ -208,8 +235,9 @@ def require_columns(names: Collection[str], asked: Iterable[tuple[str, str]], so
     """
     for key, column in asked:
         if column and column not in names:
+            title = "; if that is a title above the names, delete it" if len(names) == 1 or "column 2" in names else ""
             raise InputError(
-                f"{key} = {column!r}: {source} has no such column; it has {', '.join(map(visible, names))}"
+                f"{key} = {column!r}: {source} has no such column; it has {', '.join(map(visible, names))}{title}"
             )
 
 
@@ -246,15 +274,21 @@ def _lines(file: IO[bytes] | gzip.GzipFile, *, spans: bool = False) -> Iterator[
 
 def _objects(file: IO[bytes] | gzip.GzipFile, encoding: Encoding, *, spans: bool) -> Iterator[Place]:
     if spans and file.read(1) == b"[":
-        values = json.loads(b"[" + file.read())
+        values = _json(b"[" + file.read())
         return ((number, partial(_checked, value)) for number, value in enumerate(values, 1))
     file.seek(0)
     return ((number, partial(_object, line, encoding, number)) for number, line in _lines(file))
 
 
+# A number keeps its digits, as it does in any other table: 250.10 is another code than 250.1. NaN is a missing one.
+_json = partial(json.loads, parse_float=str, parse_constant=lambda name: None if name == "NaN" else name)
+
+
 def _object(line: bytes, encoding: Encoding, number: int) -> Row:
     # A byte order mark is dropped wherever it stands: a line before the first must not change the first.
-    return _checked(json.loads(decoded(line, encoding, line=number)))
+    if number == 1:  # which may be a record: it alone is refused then
+        refuse_foreign(line)
+    return _checked(_json(decoded(line, encoding, line=number)))
 
 
 def _checked(value: object) -> Row:
@@ -265,15 +299,24 @@ def _checked(value: object) -> Row:
 
 def _separated(lines: Iterator[tuple[int, bytes]], asked: Separator, encoding: Encoding) -> Rows:
     number, first = next(lines, (1, b""))
+    refuse_foreign(first)
     header = decoded(first, encoding, line=number)
+    if declared := _DECLARED.fullmatch(header):
+        named = {character: name for name, character in SEPARATORS.items()}.get(declared[1])
+        if named is None:
+            raise LayoutError(f"line {number}: sep={declared[1]} is none of {', '.join(SEPARATORS)}; use one of these")
+        asked = named if asked == "auto" else asked
+        number, first = next(lines, (number, b""))
+        header = decoded(first, encoding, line=number)
     # The header alone decides: no row decides how another is read.
     separator = separator_of(header, asked)
-    names = names_of(_fields(header, separator, number), number) if header else ()
+    names, below = names_of(_fields(header, separator, number), number) if header else (), number + 1
 
     def row(line: bytes, number: int) -> Row:
         fields = _fields(decoded(line, encoding, line=number), separator, number)
         if len(fields) != len(names):
-            raise LayoutError(misfit(fields, names, number, separator))
+            title = "; if the line above is a title, delete it" if number == below else ""
+            raise LayoutError(misfit(fields, names, number, separator) + title)
         # Values as written: NA is a name, and 007 differs from 7; only an empty field is missing.
         return {name: field or None for name, field in zip(names, fields, strict=True)}
 
@@ -298,6 +341,7 @@ def _from_parquet(file: IO[bytes] | gzip.GzipFile, columns: Sequence[str]) -> Ro
     from datasets import Features
     from pyarrow.parquet import ParquetFile
 
+    refuse_foreign(file.read(32), own=b"PAR1")
     parquet = ParquetFile(file)
     names = tuple(parquet.schema_arrow.names)
     read = [name for name in dict.fromkeys(columns or names) if name in names]
@@ -312,7 +356,12 @@ def _values(table: pa.Table, features: datasets.Features, row: int) -> Row:
 
 
 def named(feature: Any, value: Any) -> object:
-    """The name of a class, or the value itself."""
+    """The name of a class, the text of bytes in UTF-8, or the value itself; None for NaN, a missing number."""
     from datasets import ClassLabel
 
+    if isinstance(value, bytes):  # other bytes may be of a column that nobody reads
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+    if isinstance(value, float) and math.isnan(value):
+        return None
     return feature.int2str(value) if isinstance(feature, ClassLabel) and value is not None else value

@@ -67,6 +67,8 @@ class Table:
         for key, column in columns:
             if column and column in self.lacking:
                 raise InputError(f"{key} = {column!r}: {self.lacking[column]} of {self.source} has no such column")
+            if any(isinstance(value, bytes) for value in self.columns.get(column, ())):
+                raise InputError(f"{key} = {column!r}: {self.source} has bytes there that are no text in UTF-8")
 
 
 def read_table(
@@ -285,7 +287,7 @@ def _record(place: int, row: Callable[[], Row], source: DataSource) -> OwnRecord
         return OwnRecord(
             text=as_text(values[source.text_column]),
             pair=as_text(values[source.text_pair_column]) if source.text_pair_column else "",
-            label=None if label is None else str(label),
+            label=None if label is None else as_text(label),
             person=person,
             place=place,
         )

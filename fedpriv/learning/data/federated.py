@@ -22,10 +22,11 @@ import numpy as np
 from fedpriv.config import EMBEDDED, IN_MEMORY, ON_NODES, DataSection, Fact, RunConfig
 from fedpriv.errors import InputError, first_line
 from fedpriv.learning.data import hospital
-from fedpriv.learning.data._mistakes import check_table
+from fedpriv.learning.data._mistakes import Roles, check_table
 from fedpriv.learning.data._tables import OwnRecord, Table, instructions, read_own, read_table, release_memory, to_text
 from fedpriv.learning.data.apart import check_texts
 from fedpriv.learning.data.text import DataSource, FederatedData, TextData, by_person, response_of
+from fedpriv.texts import counted
 
 if TYPE_CHECKING:
     from fedpriv.learning.data.tensors import TensorRecords
@@ -79,11 +80,11 @@ def load(config: RunConfig) -> FederatedData:
             batch size exceeds a client's records.
     """
     if config.data == ON_NODES:
-        test = _NO_RECORDS
+        test, warned = _NO_RECORDS, list[str]()
         if config.has_test_set:
-            table, rows = _test_table(config, _columns(config))
+            table, rows, warned = _test_table(config, _columns(config))
             test = to_text(table, config).part(rows)
-        return FederatedData((), (), test, _label_names((), test, config))
+        return FederatedData((), (), test, _label_names((), test, config), warnings=tuple(warned))
     data = _embedded(config) if config.data == EMBEDDED else _from_table(config)
     release_memory()
     data = replace(
@@ -233,14 +234,16 @@ def _from_table(config: RunConfig) -> FederatedData:
     others = [("client_column", config.client_column if config.partition_rule == "natural" else "")]
     others += [("person_column", config.person_column)]
     table.require(columns + others)
-    warned = check_table(table, config)
+    warned = check_table(table, config, Roles.of(config))
     holders = _holders(table, config) if config.partition_rule == "natural" else set()
     # Rows are chosen by their numbers: to select them from a table and read them there takes far longer.
     records = replace(to_text(table, config), persons=_persons_of(table, config))
     rows = _usable(table, config, config.data, among=_about_persons(records))
+    warned += _left_out(table, config)
     test_table, tested, train, test_rows = table, records, rows, cast("Sequence[int]", ())
     if config.test_data:
-        test_table, test_rows = _test_table(config, columns)
+        test_table, test_rows, more = _test_table(config, columns)
+        warned += more
         tested = replace(to_text(test_table, config), persons=_persons_of(test_table, config))
     elif config.has_test_set:
         train, test_rows = _split(rows, records.persons, config)
@@ -286,11 +289,23 @@ def _columns(config: RunConfig) -> list[tuple[str, str]]:
     return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
 
 
-def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> tuple[Table, Sequence[int]]:
-    """The table of `test_data`, and its usable rows."""
+def _test_table(config: RunConfig, columns: list[tuple[str, str]]) -> tuple[Table, Sequence[int], list[str]]:
+    """The table of `test_data`, its usable rows, and the warnings about it."""
     table = read_table(config.test_data, key="test_data", separator=config.separator, encoding=config.encoding)
     table.require(columns)
-    return table, _usable(table, config, config.test_data)
+    # Nothing is learned from its records, so it does not matter whom they are about.
+    read = replace(table, columns={name: table.columns[name] for _, name in columns if name})
+    warned = check_table(read, config, replace(Roles.of(config), client="", person=""), key="test_data")
+    return table, _usable(table, config, config.test_data), warned + _left_out(table, config, "test_data")
+
+
+def _left_out(table: Table, config: RunConfig, key: str = "data") -> list[str]:
+    """A line on the records that are left out for their label, if there are any."""
+    roles = Roles.of(config)
+    names = table.names_of(roles.label) if roles.label and roles.classes else []
+    if num := sum(name is not None and name not in roles.classes for name in names):
+        return [f"{key} = {table.source!r}: {num:,} of {counted(len(table), 'record')} have another label than labels"]
+    return []
 
 
 def _holders(table: Table, config: DataSection) -> set[object]:
@@ -342,16 +357,19 @@ def _split(rows: Sequence[int], persons: Sequence[str | None] | None, config: Ru
 
 
 def _label_names(clients: tuple[TextData, ...], test: TextData, config: RunConfig) -> tuple[str, ...]:
-    """The classes: as configured, or else those of the training records, sorted."""
+    """The classes: as configured, or else those of the table that is trained on, sorted.
+
+    These are of all its records: which of them a seed puts into a test split decides no class.
+    """
     if config.task != "SEQ_CLS":
         return ()
-    names = config.labels or tuple(sorted({label for client in clients for label in client.labels}))
+    whole = clients if config.test_data else (*clients, test)
+    names = config.labels or tuple(sorted({label for part in whole for label in part.labels}))
     for label in dict.fromkeys(test.labels):
         if label not in names:
-            where = config.test_data or f"the test split of {config.data}"
             raise InputError(
-                f"label_column = {config.label_column!r}: {label!r} occurs only in {where}, never in training; "
-                "drop those records, or list the classes to keep in labels"
+                f"label_column = {config.label_column!r}: {label!r} occurs only in {config.test_data}, never in "
+                "training; drop those records, or list the classes to keep in labels"
             )
     if len(names) < 2:
         raise InputError(f"label_column = {config.label_column!r}: holds one class, {names[0]!r}; needs two")

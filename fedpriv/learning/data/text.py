@@ -172,8 +172,10 @@ def as_text(value: object) -> str:
     """A value of a column as a text; a missing one is empty.
 
     Raises:
-        ValueError: it is a list or a mapping, whose Python code no model should learn.
+        ValueError: it is a list, a mapping or bytes, whose Python code no model should learn.
     """
+    if isinstance(value, bytes):
+        raise ValueError("holds bytes that are no text in UTF-8")
     if isinstance(value, (list, tuple, Mapping)):
         raise ValueError("holds a list, not a text; chat messages go into messages_column")
     return "" if value is None else str(value)

@@ -61,6 +61,9 @@ def prepare(
 ) -> PreparedTable:
     """The table, split by class into a training and a test part, as features that the training part alone determines.
 
+    Blanks around names and values do not count, and a value of nothing else is missing. A class that differs from
+    another by a full stop behind it alone is the other, as `>50K.` in the test file of UCI Adult is `>50K`.
+
     A column is numeric if all of its training values are; it is scaled, and missing values, as well as test values
     that are not numbers, become the training median. All other columns are categorical: one feature for each category
     and one for missing values, but none for a category that does not occur in training. Columns without information
@@ -76,13 +79,17 @@ def prepare(
         InputError: a column does not exist, the target does not hold classes, there are too few records, or no
             column is left to learn from.
     """
+    frame = frame.rename(columns=str.strip).map(lambda value: value.strip() if isinstance(value, str) else value)
+    target, drop, keep = target.strip(), [name.strip() for name in drop], [name.strip() for name in keep]
     _check_columns(frame, target, drop, keep)
     if not 0 < test_fraction < 1:
         raise InputError(f"test_fraction = {test_fraction}: must lie in (0, 1)")
     if scaling not in get_args(Scaling):
         raise InputError(f"scaling = {scaling!r}: must be one of {', '.join(get_args(Scaling))}")
-    frame = frame.astype(object).where(frame.notna(), None)
+    frame = frame.astype(object).where(frame.notna() & (frame != ""), None)
     labelled = frame[frame[target].notna()]
+    stopped = {f"{name}.": name for name in set(labelled[target].map(str))}
+    labelled = labelled.assign(**{target: labelled[target].map(lambda value: stopped.get(str(value), value))})
     classes = _classes(labelled, target)
     numbers = {name: number for number, name in enumerate(classes)}
     labels = labelled[target].map(str).map(numbers).to_numpy(dtype=np.int64)
@@ -110,6 +117,8 @@ def prepare(
 
 def _check_columns(frame: pd.DataFrame, target: str, drop: Sequence[str], keep: Sequence[str]) -> None:
     known = ", ".join(map(str, frame.columns))
+    if not frame.columns.is_unique:
+        raise InputError(f"columns: two have one name but for blanks around it; rename one of {known}")
     for key, name in (("target", target), *(("drop", name) for name in drop), *(("keep", name) for name in keep)):
         if name not in frame.columns:
             raise InputError(f"{key} = {name!r}: no such column; there are {known}")

@@ -5,8 +5,10 @@ from io import BytesIO
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.clientapp.mod import LocalDpMod
+from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from opacus.accountants import RDPAccountant
 from scipy.stats import norm
 
@@ -112,8 +114,9 @@ def test_evaluation_is_refused_unless_the_operator_allows_it(make, tmp_path):
     [
         ({"weight": np.float32([1, np.nan])}, "not finite"),
         ({"weight": np.float32([1, np.inf])}, "not finite"),
-        ({"weight": np.int64([1, 2])}, "weight: is int64"),
-        ({"weight": np.array([True])}, "weight: is bool"),
+        ({"weight": np.int64([1, 2])}, "no value"),
+        ({"weight": np.array([True])}, "no value"),
+        ({"weight": np.complex64([1, 2])}, "weight: is complex64"),
         ({"weight": np.zeros(0, np.float32)}, "no value"),
         ({}, "no value"),
     ],
@@ -187,6 +190,42 @@ def test_a_small_model_is_clipped_as_a_whole(tmp_path):
     node = update_node(tmp_path, clip_norm=0.5, noise_multiplier=1e-4)
     released = difference(node.ask())
     np.testing.assert_allclose(released, np.full(7, 0.5 / math.sqrt(7)), atol=5e-4)
+
+
+@BOTH
+def test_the_number_of_batches_that_batch_norm_saw_never_leaves(make, tmp_path):
+    """After a round of FedAvg the counter is a float, so its name says what it is; other integers stay as they came."""
+    start = {name: value.numpy() for name, value in torch.nn.BatchNorm1d(2).state_dict(prefix="norm.").items()}
+    start["order"] = np.array([True, False])
+    counter = "norm.num_batches_tracked"
+
+    def train(received):
+        return {**moved(received), "order": received["order"] ^ True, counter: received[counter] + 1000}
+
+    node = make(tmp_path, train)
+    for number in (1, 2):
+        reply = node.ask(start, **{"server-round": number})
+        found = arrays_of(reply)
+        assert list(found) == list(start)
+        assert (found[counter], found[counter].dtype) == (start[counter], start[counter].dtype)
+        np.testing.assert_array_equal(found["order"], [True, False])
+        start = {name: array.numpy() for name, array in aggregate_arrayrecords([reply.content], "num-examples").items()}
+        start["order"] = np.array([True, False])
+    assert node.num_charges == 2
+
+
+@pytest.mark.parametrize("kept", [{}, {"a.counter": np.int64(3)}, {"a.index": np.float64([3.0, 4.0])}])
+def test_arrays_that_are_kept_have_no_noise_and_no_part_in_the_norm_or_the_event(kept, tmp_path):
+    node = update_node(tmp_path, moved, clip_norm=0.5, noise_multiplier=1e-4, untrained=["index"])
+    reply = node.ask({**START, **kept})
+    for name, array in kept.items():
+        np.testing.assert_array_equal(arrays_of(reply)[name], array)
+    released = np.concatenate([(arrays_of(reply)[name] - START[name]).ravel() for name in START])
+    np.testing.assert_allclose(released, np.full(7, 0.5 / math.sqrt(7)), atol=5e-4)
+    with reading(node.account.ledger) as db:
+        (release,) = db.releases(node.account.data_set.id)
+    mod = UpdateMod(lambda context: node.account, clip_norm=0.5, noise_multiplier=1e-4)
+    assert release.event == mod.event(7)
 
 
 def test_the_noise_has_the_standard_deviation_that_is_charged(tmp_path):

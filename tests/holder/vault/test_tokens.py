@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from fedpriv.holder.vault import _charging, _records, answer
 from fedpriv.holder.vault._records import TokenFile
@@ -329,9 +330,9 @@ def test_another_tokenizer_is_another_key(tiny_bert, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
+    save_file({"weights": np.zeros(1)}, folder / "model.safetensors")
     before = _records._key(folder, ["pain"], None, 8)
-    (folder / "model.safetensors").write_bytes(b"others")
+    save_file({"others": np.zeros(1)}, folder / "model.safetensors")
     assert np.array_equal(_records._key(folder, ["pain"], None, 8), before)
     (folder / "tokenizer.json").write_text("{ }")
     assert not np.array_equal(_records._key(folder, ["pain"], None, 8), before)

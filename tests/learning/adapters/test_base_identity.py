@@ -10,8 +10,8 @@ from peft import AutoPeftModelForSequenceClassification
 
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import LoraSettings, attach, save
-from fedpriv.learning.adapters._locations import check_weights, public_name, weights_digests
+from fedpriv.learning.adapters import LoraSettings, attach, check_model, load_base, save
+from fedpriv.learning.adapters._locations import check_weights, model_digest, public_name, weights_digests
 from tests.tiny import BATCH, LABELS, move
 
 HUB = "sentence-transformers/all-MiniLM-L6-v2"
@@ -101,3 +101,54 @@ def test_peft_finds_the_base_by_its_hub_name_and_has_the_labels_of_the_file(save
     trained = fedpriv.learning.adapters.load(str(tiny_bert), folder)
     head = "base_model.model.classifier.modules_to_save.default.weight"
     assert torch.equal(model.get_parameter(head), trained.get_parameter(head))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 90868376\n"
+
+
+def with_pointer(folder, name="model.safetensors"):
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(POINTER)
+    return lambda: (folder / name).write_bytes(whole)
+
+
+def half(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    return lambda: (folder / "model.safetensors").write_bytes(whole)
+
+
+def gptq(folder):
+    text = (folder / "config.json").read_text()
+    packed = {**json.loads(text), "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(packed))
+    return lambda: (folder / "config.json").write_text(text)
+
+
+def beside_its_adapter(folder):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder / ("config.json" if name.endswith("json") else "model.safetensors"), folder / name)
+    return lambda: [(folder / name).unlink() for name in ("adapter_config.json", "adapter_model.safetensors")]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (with_pointer, "model.safetensors is a pointer of Git LFS to a file that is not here; .*`git lfs pull`"),
+        (lambda folder: with_pointer(folder, "config.json"), "config.json is a pointer of Git LFS"),
+        (half, r"model.safetensors is damaged or only a part \(.*\); fetch it again"),
+        (gptq, r"config.json says that its weights are quantised \(gptq\); use the weights .* base_dtype = .nf4."),
+        (beside_its_adapter, "adapter_config.json is that of an adapter; .*delete this file and adapter_model.safeten"),
+    ],
+    ids=["lfs", "lfs of config", "half", "gptq", "adapter"],
+)
+def test_a_folder_that_is_no_whole_model_is_one_line_with_its_file_and_its_cure(tiny_bert, tmp_path, damage, message):
+    folder = shutil.copytree(tiny_bert, tmp_path / "model")
+    mend = damage(folder)
+    for look in (lambda: check_model(str(folder)), lambda: model_digest(folder)):
+        with pytest.raises(InputError, match=message) as caught:
+            look()
+        assert "\n" not in str(caught.value)
+    mend()
+    check_model(str(folder))
+    load_base(str(folder), task="SEQ_CLS", labels=LABELS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedpriv.config import EMBEDDED, KEYS, RunConfig, parse
+from fedpriv.config import EMBEDDED, KEYS, ON_NODES, RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.learning.data._checks import describe
 from fedpriv.learning.data._tables import read_table
@@ -290,6 +290,26 @@ def test_label_that_only_the_test_split_has_is_refused(file, tmp_path):
     other = write(tmp_path / "test.csv", [*ROWS[:3], {**ROWS[0], "label": "z"}])
     with pytest.raises(InputError, match=r"'z' occurs only in .*test\.csv, never in training"):
         federation(file, test_data=str(other))
+
+
+@pytest.mark.parametrize("data", ["table", ON_NODES])
+def test_labels_of_the_test_table_in_another_spelling_are_refused_and_others_are_counted(tmp_path, file, data):
+    rows = [{"text": f"new {n}", "label": "a " if n % 10 else "a"} for n in range(100)]
+    test = write(tmp_path / "test.csv", rows)
+    asked = {"data": data if data == ON_NODES else str(file), "labels": "a,b", "test_data": str(test)}
+    with pytest.raises(InputError, match=r"test_data = .*labels: 'a ' differs from 'a' by case or blanks alone \(90 "):
+        load(parse({**asked, "batch_size": 1, "public_data": True}))
+    write(test, [row | {"label": row["label"].replace("a ", "other")} for row in rows])
+    told = load(parse({**asked, "batch_size": 1, "public_data": True})).warnings
+    assert f"test_data = {str(test)!r}: 90 of 100 records have another label than labels" in told
+
+
+def test_no_seed_decides_whether_a_class_of_one_record_is_one(tmp_path):
+    rows = [*({"text": f"t{n}", "label": "ab"[n % 2]} for n in range(20)), {"text": "last", "label": "rare"}]
+    path = write(tmp_path / "r.csv", rows)
+    found = [federation(path, seed=seed, num_clients=2) for seed in range(12)]
+    assert {each.label_names for each in found} == {("a", "b", "rare")}
+    assert {"rare" in each.test.labels for each in found} == {True, False}
 
 
 def test_causal_task_needs_no_label(tmp_path):

@@ -1,10 +1,16 @@
 """Twelve messy tables: what `data check` says of each, what a run does with it, and that `--fix` mends it."""
 
 import csv
+import gzip
 import io
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fedpriv.config import parse
@@ -244,6 +250,40 @@ def test_labels_agreed_on_are_right_and_what_is_close_to_them_is_not():
     assert "'YES ' differs from 'yes'" in found["variants_of_labels"]
 
 
+@pytest.mark.parametrize("role", ["clients", "labels", "persons"])
+@pytest.mark.parametrize(("one", "other"), [("1", "1.0"), ("123", "000123"), ("-1", "-1.0"), ("0", "00")])
+def test_a_number_with_other_zeros_is_the_same_name(role, one, other):
+    found = findings(**{role: [one] * 30 + [other] * 20 + ["5"] * 50})[f"variants_of_{role}"]
+    assert f"{other!r} differs from {one!r} by zeros alone (20 records" in found
+
+
+@pytest.mark.parametrize("pair", [("250.1", "250.10"), ("1.000", "1"), ("A01", "A1"), ("10", "100"), ("1", "-1")])
+def test_codes_with_other_zeros_are_two_names(pair):
+    assert findings(labels=[pair[0]] * 30 + [pair[1]] * 20) == {}
+
+
+NOBODY = ["<NA>", "NaT", "\\N", "(null)", "#REF!", "0", "-1", "999999", "N.N.", "anonymous", "not recorded"]
+
+
+@pytest.mark.parametrize("name", NOBODY)
+def test_a_placeholder_is_no_person_and_a_fixed_copy_is_without_it(name, tmp_path):
+    rows = [["a" if row % 2 else "b", name if row % 10 == 0 else f"P{row // 3:05}"] for row in range(200)]
+    path, out = tmp_path / "t.csv", tmp_path / "fixed.csv"
+    path.write_text(as_csv([[f"t{n}", *row] for n, row in enumerate(rows)], header=["text", "label", "person"]))
+    roles = Roles(texts=("text",), label="label", person="person")
+    (finding,) = (each for each in mistakes(CheckedColumns.of(read_table(str(path)), roles)) if each.refuses)
+    assert f"persons: {name!r} looks like a missing one (20 records" in finding.message
+    mended = write_mended(read_table(str(path)), roles, out)
+    assert not [each for each in mended.left if each.refuses]
+    assert mended.num_records == 180
+    kept = write_mended(read_table(str(path)), roles, tmp_path / "kept.csv", keep=[name])
+    assert kept.num_records == 200
+
+
+def test_persons_numbered_from_zero_are_persons():
+    assert findings(persons=[f"{row // 4 - 1}" for row in range(200)]) == {}
+
+
 @pytest.mark.parametrize("role", ["clients", "labels"])
 def test_a_column_of_persons_is_no_column_of_clients_or_labels(role):
     values = [f"p{row // 2 * 3}" for row in range(10)] + [f"q{row}" for row in range(30)]
@@ -274,6 +314,89 @@ def test_every_change_is_listed_with_its_lines(tmp_path):
         "dropped records that repeat an earlier one in every column (1 record, line 182)",
     ]
     assert mended.num_records == 179
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 9\n"
+TABLE = pa.table({"text": [b"a", b"caf\xc3\xa9"], "label": [1.0, float("nan")], "scan": [b"\xff", b"\xfe"]})
+
+
+def as_parquet(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b"text,label\na,b\n"), r"is compressed with gzip; let its name end in .gz"),
+        (b"PK\x03\x04\x14\x00", r"is an Excel workbook or a ZIP archive; save its table as CSV in UTF-8"),
+        (as_parquet(TABLE), r"is a Parquet file; let its name end in .parquet"),
+        (LFS, r"is a pointer of Git LFS .*; fetch that with `git lfs pull`"),
+    ],
+    ids=["gzip", "xlsx", "parquet", "lfs"],
+)
+def test_a_file_that_is_another_than_its_name_says_is_told(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=f"^data = .*{name}': {message}$"):
+        read_table(str(path))
+    if content[:1] == b"\x1f" and name == "t.csv":
+        assert len(read_table(str(path.rename(tmp_path / f"{name}.gz")))) == 1
+    elif content[:3] == b"PAR":
+        assert len(read_table(str(path.rename(tmp_path / "t.parquet")))) == 2
+
+
+def test_a_parquet_file_that_git_lfs_has_not_fetched_is_told(tmp_path):
+    (tmp_path / "t.parquet").write_bytes(LFS)
+    with pytest.raises(InputError, match="is a pointer of Git LFS"):
+        read_table(str(tmp_path / "t.parquet"))
+
+
+def test_bytes_are_texts_and_nan_is_missing_and_a_column_nobody_reads_is_no_matter(tmp_path):
+    path = tmp_path / "t.parquet"
+    path.write_bytes(as_parquet(TABLE))
+    table = read_table(str(path))
+    assert (table.columns["text"], table.names_of("label")) == (["a", "café"], ["1.0", None])
+    table.require([("text_column", "text")])
+    with pytest.raises(InputError, match=r"text_column = 'scan': .* has bytes there that are no text in UTF-8"):
+        table.require([("text_column", "scan")])
+
+
+def test_a_folder_of_shards_is_joined_by_the_command_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (shards := tmp_path / "shards").mkdir()
+    for number in range(2):
+        (shards / f"part-{number}.parquet").write_bytes(as_parquet(TABLE))
+    with pytest.raises(InputError, match="is a folder; join its Parquet files with") as caught:
+        read_table("shards")
+    command = shlex.split(str(caught.value).partition("with ")[2])
+    subprocess.run(command, check=True, env={"PATH": str(Path(sys.executable).parent)})
+    assert read_table("all.parquet").columns["text"] == ["a", "café"] * 2
+
+
+@pytest.mark.parametrize("mark", ["sep=;\n", "SEP=;\r\n"])
+def test_the_separator_that_excel_declares_is_that_of_the_file(tmp_path, mark, run_of):
+    path = tmp_path / "t.csv"
+    path.write_text(mark + semicolons(), newline="")
+    table = read_table(str(path))
+    assert (table.separator, table.lines[0], [*table.columns]) == ("semicolon", 3, HEADER)
+    run_of(path)
+    path.write_text(mark.replace(";", "|") + semicolons(), newline="")
+    with pytest.raises(InputError, match=r"line 1: sep=\| is none of comma, semicolon, tab"):
+        read_table(str(path))
+
+
+@pytest.mark.parametrize("title", ["Export of 2024", "Export of 2024,,,", "Export of 2024, all"])
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_title_above_the_names_is_told_and_the_file_is_read_without_it(tmp_path, title, separator, run_of):
+    path = tmp_path / "t.csv"
+    path.write_text(f"{title}\n{as_csv(clean_rows(), separator)}")
+    with pytest.raises(InputError, match=r"title.*delete it"):
+        run_of(path)
+    path.write_text(as_csv(clean_rows(), separator))
+    run_of(path)
 
 
 @pytest.mark.parametrize(("name", "message"), [("t.csv", "exists"), ("t.parquet", "must end in .csv or .jsonl")])

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from fedpriv.config import ON_NODES, parse
 from fedpriv.errors import InputError
-from fedpriv.learning.data._tables import read_strictly, write_lines
+from fedpriv.learning.data import Roles, write_mended
+from fedpriv.learning.data._tables import read_strictly, read_table, write_lines
 from fedpriv.learning.data.federated import load_own
 from fedpriv.learning.data.text import DataSource, TextData
 
@@ -27,6 +28,7 @@ CSV = ["a,b,c", b"caf\xe9,0", '"unclosed,0', 'z,"unclosed', '"a"b,0', "nul\x00,0
 CSV += [f"{'x' * 200_000},1", '"two"",0', '"",', ",", "\ufeffa,0"]
 JSON = ["{broken", '{"text": "x"', "[1]", "7", '{"text": "a"}', '{"label": "0"}', "[" * 100_000, "9" * 5000]
 JSON += ['{"text": {"a": [1, null]}, "label": "0"}', '{"text": "a", "label": 0.5}', '{"text": 7, "label": true}']
+JSON += [b"PK\x03\x04", b"\x1f\x8b\x08", "version https://git-lfs.github.com/spec/v1", '{"text": "a", "label": NaN}']
 JSON += [
     '{"text": "\\ud800", "label": 0}',
     '{"text": "a", "label": 0, "more": {"x": 1}}',
@@ -134,6 +136,43 @@ def test_values_are_as_written_whatever_other_records_hold(tmp_path):
     ]
     data = own(written(tmp_path / "r.jsonl", rows))
     assert (data.texts, data.labels) == (("2020-01-01", "1.0"), ("0", "1"))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (['"2024-01-05"', '"2024-01-05 00:00:00"', '"2024-01-05T00:00:00Z"'], None),
+        (["98765432109876543210", "98765432109876543211"], None),
+        (["90071992547409931", "90071992547409932", "0.5"], None),
+        (["250.1", "250.10", "1e3", "1e400"], None),
+        (["7", '"a"', '"01"', '"NA"'], None),
+        (["true", '"yes"'], ["True", "yes"]),
+        (["null", "NaN", '"a"'], [None, None, "a"]),
+    ],
+)
+def test_a_run_a_node_and_what_is_written_again_have_the_values_as_written(tmp_path, written, read):
+    path, lines, fixed = (tmp_path / name for name in ("r.jsonl", "lines.jsonl", "fixed.jsonl"))
+    rows = [f'{{"text": "t{row}", "label": {value}}}' for row, value in enumerate(written)]
+    path.write_text("\n".join(rows) + "\n")
+    expected = read or [value.strip('"') for value in written]
+    write_lines(str(path), lines)
+    write_mended(read_table(str(path)), Roles(("text",), label="label"), fixed)
+    for file in (path, lines, fixed):
+        kept = [label for label in expected if label is not None or file != fixed]
+        assert read_table(str(file)).names_of("label") == kept
+        assert [record.label for record in read_strictly(DataSource(data=str(file)))] == kept
+
+
+def test_a_late_type_or_column_that_no_run_reads_changes_nothing(tmp_path):
+    """Beyond 10 MB, where libraries have decided on the types of a file's columns."""
+    rows = [{"text": f"t{row} {'x' * 20_000}", "label": row % 2, "note": None} for row in range(600)]
+    rows += [{"text": "t", "label": "01", "note": "late"}, {"text": "t", "label": 1}]
+    path = written(tmp_path / "r.jsonl", [json.dumps(row).encode() + b"\n" for row in rows])
+    assert path.stat().st_size > 10 * 2**20
+    table = read_table(str(path))
+    table.require([("text_column", "text"), ("label_column", "label")])
+    assert table.names_of("label")[-3:] == ["1", "01", "1"]
+    assert [record.label for record in read_strictly(DataSource(data=str(path)))][-3:] == ["1", "01", "1"]
 
 
 def test_a_bad_value_in_parquet_is_one_record(tmp_path):

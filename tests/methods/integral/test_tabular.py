@@ -36,6 +36,24 @@ def test_numbers_are_scaled_and_categories_are_one_feature_each():
     assert table.train_labels.bincount().tolist() == [70, 70]
 
 
+def test_blanks_after_separators_and_full_stops_of_a_second_file_change_nothing():
+    """UCI Adult as it is distributed: `, ` between fields, and `>50K.` in its test file."""
+    plain = frame()
+    as_it_comes = plain.map(" {}".format).rename(columns=lambda name: f" {name}" if name != "age" else name)
+    as_it_comes.loc[100:, " label"] += "."
+    for target in ("label", " label"):
+        found, expected = prepare(as_it_comes, target, drop=[" job"]), prepare(plain, "label", drop=["job"])
+        assert (found.classes, found.feature_names) == (expected.classes, expected.feature_names)
+        assert torch.equal(found.train_features, expected.train_features)
+        assert torch.equal(found.test_labels, expected.test_labels)
+    with pytest.raises(InputError, match="two have one name but for blanks around it; rename one of age, job, label"):
+        prepare(plain.assign(**{" age": 1}), "label")
+
+
+def test_a_full_stop_behind_every_class_stays():
+    assert prepare(frame().assign(label=["a.", "b."] * 100), "label").classes == ("a.", "b.")
+
+
 def test_min_max_scaling_stays_within_the_training_range():
     table = prepare(frame(), "label", scaling="min-max")
     for part in (table.train_features, table.test_features):
