@@ -88,8 +88,11 @@ def check_new_file(out: Path | None) -> None:
 
 
 def show(values: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:
-    """Print the values as one JSON object, with "inf" for infinity and null for what is unknown; or print the lines."""
-    typer.echo(texts.strict_json(values) if as_json else "\n".join(lines))
+    """Print the values as one JSON object, with "inf" for infinity and null for what is unknown; or print the lines.
+
+    An object with an infinite epsilon or mu says that it is not private, see `texts.judged`.
+    """
+    typer.echo(texts.strict_json(texts.judged(values)) if as_json else "\n".join(lines))
 
 
 def entries(values: Mapping[str, Any]) -> list[str]:

@@ -271,7 +271,8 @@ def test_a_schedule_with_large_losses_and_little_sampling_takes_a_coarser_grid_a
     """One of 1e-5 would have six million losses; a tenth as many hardly tell more."""
     events = [sampled(0.3, 1e-4, 100_000)]
     monkeypatch.setattr(accountants, "_MOST_LOSSES", 3e5)
-    assert 1e-5 < (interval := accountants.affordable(events, 1e-5)) < 1e-3
+    interval = accountants.affordable(events, 1e-5)
+    assert 1e-5 < interval < 1e-3
     found = found_by(events)
     fine = pld.PLDAccountant(value_discretization_interval=interval / 2).compose(
         dp_accounting.PoissonSampledDpEvent(1e-4, dp_accounting.GaussianDpEvent(0.3)), 100_000
