@@ -88,3 +88,16 @@ def test_changed_tensors_and_a_file_with_the_answers_columns_are_refused(run, tm
     content[-1] ^= 1
     tensors.write_bytes(content)
     assert "is damaged or was changed" in fedpriv("predict", copy, "x", code=2)[1]
+
+
+def test_a_damaged_file_is_restored_from_a_store_without_loss_as_the_refusal_advises(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    fedpriv("dedup", "run", copy / "variants", tmp_path / "store", "--algorithm", "lossless")
+    tensors = copy / "variants" / "global" / "adapter_model.safetensors"
+    before = tensors.read_bytes()
+    tensors.write_bytes(before[:-1])
+    assert "cannot be read" in fedpriv("predict", copy, "x", code=2)[1]
+    tensors.unlink()
+    fedpriv("dedup", "restore", tmp_path / "store", "global", "--out", tensors)
+    assert tensors.read_bytes() == before
+    assert as_json("predict", copy, "x")["label"] in LABELS
