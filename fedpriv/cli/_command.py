@@ -82,9 +82,11 @@ def _printing(function: Callable[..., Result | Mapping[str, Any]]) -> Callable[.
 
 
 def check_new_file(out: Path | None) -> None:
-    """Refuse a path that is taken, before the work for it begins."""
+    """Refuse a path that is taken, or in no folder, before the work for it begins."""
     if out is not None and os.path.lexists(out):
         raise InputError(f"out = {str(out)!r}: exists; name another file")
+    if out is not None and not out.parent.is_dir():
+        raise InputError(f"out = {str(out)!r}: {out.parent} is no folder; make it first")
 
 
 def show(values: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:
