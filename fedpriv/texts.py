@@ -83,6 +83,22 @@ def strict_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(json.loads(text, parse_constant=_CONSTANTS.__getitem__), indent=indent, allow_nan=False)
 
 
+# Keys of what was spent, and neither of a limit nor of an estimate from below.
+_COST = re.compile(r"(epsilon|mu)(?!\w*_(bound|lower))(_\w+)?")
+
+
+def judged(value: Any) -> Any:
+    """The value, in which each object with an infinite epsilon or mu also has `"is_private": False`.
+
+    A word is above every number for jq, and compares with none in Python; a program that asks for a number finds this.
+    """
+    if isinstance(value, Mapping):
+        costs = (each for key, each in value.items() if _COST.fullmatch(str(key)))
+        verdict = {"is_private": False} if any(cost in (math.inf, "inf") for cost in costs) else {}
+        return {key: judged(each) for key, each in value.items()} | verdict
+    return list(map(judged, value)) if isinstance(value, (list, tuple)) else value
+
+
 # What is outside, and what is found, by unit.
 _FOUND: Mapping[str, tuple[str, str]] = {
     "record": ("outside records", "records"),

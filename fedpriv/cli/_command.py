@@ -82,14 +82,19 @@ def _printing(function: Callable[..., Result | Mapping[str, Any]]) -> Callable[.
 
 
 def check_new_file(out: Path | None) -> None:
-    """Refuse a path that is taken, before the work for it begins."""
+    """Refuse a path that is taken, or in no folder, before the work for it begins."""
     if out is not None and os.path.lexists(out):
         raise InputError(f"out = {str(out)!r}: exists; name another file")
+    if out is not None and not out.parent.is_dir():
+        raise InputError(f"out = {str(out)!r}: {out.parent} is no folder; make it first")
 
 
 def show(values: Mapping[str, Any], lines: Iterable[str], as_json: bool) -> None:
-    """Print the values as one JSON object, with "inf" for infinity and null for what is unknown; or print the lines."""
-    typer.echo(texts.strict_json(values) if as_json else "\n".join(lines))
+    """Print the values as one JSON object, with "inf" for infinity and null for what is unknown; or print the lines.
+
+    An object with an infinite epsilon or mu says that it is not private, see `texts.judged`.
+    """
+    typer.echo(texts.strict_json(texts.judged(values)) if as_json else "\n".join(lines))
 
 
 def entries(values: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -219,7 +220,8 @@ def repeat_and_select(
         losers_are_hidden=losers_are_hidden,
     )
     one_run = _cost(event, delta, "rdp")["epsilon"]
-    return {"epsilon": epsilon, "delta": delta, "epsilon_of_one_run": one_run, "mean_repetitions": mean_repetitions}
+    values = {"epsilon": epsilon, "delta": delta, "epsilon_of_one_run": one_run, "mean_repetitions": mean_repetitions}
+    return values | {"is_private": math.isfinite(epsilon)}
 
 
 def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:
@@ -237,10 +239,12 @@ def _cost(event: Any, delta: float, accountant: str) -> dict[str, Any]:
 
 def _with_risk(values: dict[str, Any], event: Any, delta: float) -> Result:
     """The values, and what they mean for people."""
+    from fedpriv.privacy.accounting.accountants import epsilon_of
     from fedpriv.privacy.accounting.risk import risk_of
     from fedpriv.texts import risk_in_words
 
-    found = values | risk_of([event], delta).values
+    proven = epsilon_of([event], delta, "rdp").epsilon
+    found = values | {"is_private": math.isfinite(proven)} | risk_of([event], delta).values
     return Result(found, [*entries(found), *risk_in_words(found, delta)])
 
 

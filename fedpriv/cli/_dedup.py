@@ -234,16 +234,14 @@ def restore(
 
     Example: fedpriv dedup restore store round-20 --out round-20.safetensors
     """
-    import safetensors.numpy
-
-    from fedpriv.files import new_file
+    from fedpriv.files import write_new
+    from fedpriv.models.publishing.saved import tensor_file
     from fedpriv.models.variants.store import Store
 
     check_new_file(out)
     with Store(store, read_only=True) as opened:
         tensors = opened.tensors(name)
-    with new_file(out) as file:
-        safetensors.numpy.save_file(tensors, file.name)
+    write_new(out, tensor_file(tensors), mode=None)
     return Result({"name": name, "file": str(out), "num_tensors": len(tensors)}, [f"{len(tensors)} tensors in {out}"])
 
 

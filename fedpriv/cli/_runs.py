@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedpriv.cli._command import (
     table,
 )
 from fedpriv.errors import InputError
+from fedpriv.texts import counted
 
 if TYPE_CHECKING:
     from fedpriv.models.publishing.saved import LoadedVariant, SavedVariant
@@ -235,6 +237,21 @@ class _Asked:
     pairs: list[str] | None
     columns: dict[str, list[str]] | None = None
 
+    @property
+    def given(self) -> list[int]:
+        """The rows that have a text, and a second one where pairs are asked."""
+        both = zip(self.texts, self.pairs or self.texts, strict=True)
+        return [row for row, texts in enumerate(both) if all(text.strip() for text in texts)]
+
+    def in_rows(self, answers: Sequence[Any]) -> list[Any]:
+        """The answers of the rows that have a text, and None for each other row."""
+        of_rows = dict(zip(self.given, answers, strict=True))
+        return [of_rows.get(row) for row in range(len(self.texts))]
+
+
+# A text without a blank that is like a path, or standard input.
+_FILE_NAME = re.compile(r"-|\S*[/\\]\S*|\S+\.[A-Za-z]\w{0,6}")
+
 
 def predict(
     source: SavedModel,
@@ -255,7 +272,7 @@ def predict(
     """Ask a run's model: classes with their probabilities, or a language model's answers.
 
     A file gives a CSV: its columns, and what was predicted. A text is computed in float32, in a shape that its own
-    length decides, so that no other text changes its answer.
+    length decides, so that no other text changes its answer. A row without a text gets none, and is counted.
 
     Example: fedpriv predict results/20261121-042553-embedded 'a rash on the left knee'
 
@@ -269,6 +286,8 @@ def predict(
     if out is not None and asking.columns is None:
         raise InputError(f"out = {str(out)!r}: is for the answers to a file; a single text's are printed")
     new = _predicted(saved.load(found), asking, max_new_tokens)
+    if num_empty := len(asking.texts) - len(asking.given):
+        typer.echo(f"{num_empty} of {counted(len(asking.texts), 'row')} without a text: they have no answer", err=True)
     rows = [dict(zip(new, values, strict=True)) for values in zip(*new.values(), strict=True)]
     values: dict[str, Any] = {"variant": found.name, "task": found.task, "labels": list(found.labels)}
     if asking.columns is None:
@@ -287,7 +306,15 @@ def _asked(asked: str, text: str, pair: str, *, separator: str, encoding: str) -
     """The texts of the command line, or of the file that it names."""
     from fedpriv.learning.data import FORMATS, read_table, suffix_of
 
-    if "\n" in asked or not (suffix_of(Path(asked)) in FORMATS or _is_file(asked)):
+    if not asked.strip():
+        raise InputError(f"TEXT = {asked!r}: is empty; give a text, or a file")
+    kind = "" if "\n" in asked else _kind_of_file(asked)
+    if "\n" in asked or not (kind == "file" or suffix_of(Path(asked)) in FORMATS):
+        if kind or _FILE_NAME.fullmatch(asked):
+            raise InputError(
+                f"FILE = {asked!r}: {kind or 'no such file'}; name a {', '.join(FORMATS)} file, or give a text that "
+                "looks like a name with a blank at its end"
+            )
         return _Asked(texts=[asked], pairs=[pair] if pair else None)
     table = read_table(
         asked,
@@ -302,11 +329,13 @@ def _asked(asked: str, text: str, pair: str, *, separator: str, encoding: str) -
     return _Asked(texts=columns[text], pairs=columns[pair] if pair else None, columns=columns)
 
 
-def _is_file(text: str) -> bool:
+def _kind_of_file(text: str) -> str:
+    """Whether a path is a `file`, or why it cannot be read as one; empty if nothing has that name."""
     try:
-        return Path(text).is_file()
+        path = Path(text)
+        return "file" if path.is_file() else "is no regular file" if path.exists() else ""
     except (OSError, ValueError):  # too long for a name, or no name at all
-        return False
+        return ""
 
 
 def _predicted(loaded: LoadedVariant, asking: _Asked, max_new_tokens: int | None) -> dict[str, list[Any]]:
@@ -317,13 +346,15 @@ def _predicted(loaded: LoadedVariant, asking: _Asked, max_new_tokens: int | None
     names = ["predicted_label", *(f"probability_{label}" for label in labels)] if labels else ["answer"]
     if taken := sorted(set(names) & set(asking.columns or {})):
         raise InputError(f"FILE: has a column {taken[0]} already; rename it, since the answers are written there")
+    texts = [asking.texts[row] for row in asking.given]
     if not labels:
         if asking.pairs is not None:
             raise InputError(f"--pair: {loaded.saved.name} is a language model, which takes one prompt")
-        return {"answer": saved.generate(loaded, asking.texts, max_new_tokens=max_new_tokens)}
-    found = saved.classify(loaded, asking.texts, asking.pairs)
+        return {"answer": asking.in_rows(saved.generate(loaded, texts, max_new_tokens=max_new_tokens))}
+    found = saved.classify(loaded, texts, asking.pairs and [asking.pairs[row] for row in asking.given])
     best = [labels[max(range(len(labels)), key=row.__getitem__)] for row in found]
-    return {names[0]: best, **dict(zip(names[1:], map(list, zip(*found, strict=True)), strict=True))}
+    columns: tuple[list[Any], ...] = (best, *([row[label] for row in found] for label in range(len(labels))))
+    return {name: asking.in_rows(column) for name, column in zip(names, columns, strict=True)}
 
 
 def _as_object(row: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:

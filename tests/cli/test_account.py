@@ -56,8 +56,10 @@ def test_batch_clipping_with_a_head_divides_the_noise():
 
 def test_no_noise_is_infinite_for_people_and_in_json():
     arguments = [*ACCOUNT[:2], "0", *ACCOUNT[3:]]
-    assert as_json(*arguments)["epsilon"] == "inf"
+    found = as_json(*arguments)
+    assert (found["epsilon"], found["mu"], found["is_private"]) == ("inf", "inf", False)
     assert "inf" in fedpriv(*arguments)[0]
+    assert as_json(*ACCOUNT)["is_private"] is True
 
 
 def test_extreme_noise_is_infinite():

@@ -171,8 +171,10 @@ def test_json_is_one_object_in_which_an_infinity_is_a_word(printed, name):
     value = printed(name)
     if EXAMPLES[name].infinite:
         for key in EXAMPLES[name].infinite.split():
-            value = value[int(key) if key.isdecimal() else key]
+            around, value = value, value[int(key) if key.isdecimal() else key]
         assert value == "inf"
+        assert around.get("private") is not True
+        assert around.get("is_private") is (False if key.startswith("epsilon") else None)
 
 
 def test_every_example_is_of_a_command():

@@ -4,6 +4,7 @@ import logging
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import dp_accounting
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from dp_accounting import pld, rdp
 from scipy import optimize, stats
 
-from fedpriv.privacy.accounting.accountants import ORDERS, PLD_LIMIT, epsilon_of
+from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of, epsilon_of_loss
 from fedpriv.privacy.accounting.calibration import noise_multiplier_for
 from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.trade_off import gaussian_epsilon
 
 DELTA = 1e-5
 QUIET = pytest.mark.usefixtures("quiet_absl")
@@ -107,16 +109,53 @@ def test_sampling_every_record_is_the_plain_gaussian(accountant):
     assert epsilon_of([every], DELTA, accountant).epsilon == pytest.approx(direct, rel=1e-3)
 
 
-def test_above_epsilon_100_rdp_replaces_pld_and_the_result_says_so():
-    answer = epsilon_of([event(q=0.5, z=0.3, count=100)], DELTA, "pld")
-    assert answer.epsilon > 100
+def test_pld_answers_above_epsilon_100_and_agrees_with_dp_accounting_on_its_grid():
+    """Where losses of -100 to 500 need no fine grid; rdp says 574."""
+    large = event(q=0.5, z=0.3, count=100)
+    direct = pld.PLDAccountant(value_discretization_interval=2e-3).compose(
+        dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(0.3)), 100
+    )
+    answer = epsilon_of([large], DELTA)
+    assert (answer.accountant, answer.upper_bound_only) == ("pld", False)
+    assert answer.epsilon == pytest.approx(direct.get_epsilon(DELTA), rel=1e-6)
+    assert answer.epsilon < 0.7 * epsilon_of([large], DELTA, "rdp").epsilon
+
+
+@pytest.mark.parametrize("z", [3e-3, 1e-5])
+def test_a_grid_that_would_be_too_large_is_coarser_or_rdp_answers_and_the_result_says_so(z):
+    answer, by_rdp = (epsilon_of([event(q=0.5, z=z, count=3)], DELTA, kind) for kind in ("pld", "rdp"))
+    assert answer.upper_bound_only is (z < 1e-4)
+    assert answer.epsilon <= by_rdp.epsilon
+    assert not by_rdp.upper_bound_only
+
+
+# pld of these alone is 13.66 and twice infinite: so little is lost in the rounding of its grid.
+@pytest.mark.parametrize(
+    ("q", "z", "steps", "delta"), [(0.001, 0.7, 100_000, 1e-12), (0.16, 1.88, 30, 1e-15), (0.01, 1.0, 1000, 1e-14)]
+)
+def test_the_smaller_of_both_bounds_counts_and_the_result_says_which(q, z, steps, delta):
+    answer, direct = epsilon_of([event(q, z, steps)], delta), directly("rdp", event(q, z, steps)).get_epsilon(delta)
+    assert answer.epsilon == pytest.approx(direct, rel=1e-9)
     assert (answer.accountant, answer.upper_bound_only) == ("rdp", True)
-    assert not epsilon_of([event(q=0.5, z=0.3, count=100)], DELTA, "rdp").upper_bound_only
+    assert delta_of([event(q, z, steps)], answer.epsilon) <= delta * (1 + 1e-6)
 
 
-def test_pld_exceeds_rdp_by_at_most_its_discretization():
-    for events in ([event(count=50)], [event(0.2, 1.5, 40)]):
-        assert epsilon_of(events, DELTA, "pld").epsilon <= epsilon_of(events, DELTA, "rdp").epsilon * 1.001
+# So many steps are one Gaussian of mu = 1; a power of a Fourier transform is not, and may be rounded to less.
+@pytest.mark.parametrize("steps", [1000, 100_000])
+def test_pld_of_many_steps_is_not_rounded_below_the_exact_epsilon_at_a_tiny_delta(steps):
+    step = event(1.0, math.sqrt(steps))
+    loss = step.pld(5e-4).self_compose(steps)
+    below = []
+    for delta in (1e-6, 1e-9, 1e-11, 1e-12, 1e-13, 1e-14):
+        exact = gaussian_epsilon(1.0, delta)
+        assert epsilon_of_loss(loss, delta, [replace(step, count=steps)]) >= exact
+        below += [loss.get_epsilon_for_delta(delta) < exact]
+    assert any(below) is (steps > 1000), "else this shows nothing"
+
+
+def test_pld_is_never_above_rdp():
+    for events in ([event(count=50)], [event(0.2, 1.5, 40)], [event(1e-6, 5.0, 2)]):
+        assert epsilon_of(events, DELTA, "pld").epsilon <= epsilon_of(events, DELTA, "rdp").epsilon
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
@@ -199,7 +238,7 @@ def settings(num, *, seed, z, counts):
             count=int(np.exp(generator.uniform(*np.log(counts)))),
         )
         delta = float(np.exp(generator.uniform(np.log(1e-9), np.log(1e-3))))
-        if epsilon_of([event], delta, "rdp").epsilon <= PLD_LIMIT:
+        if epsilon_of([event], delta, "rdp").epsilon <= 100:
             drawn.append((event, delta))
     return drawn
 

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from fedpriv.config import RunConfig
@@ -79,20 +80,41 @@ def upload(name: str, found: Mapping[str, bytes], *, public: bool) -> str:
     """Make the repository if it is not there, and commit the files, all or none; returns the commit's address.
 
     Args:
-        public: whether a new repository can be read by anyone.
+        public: whether the repository, new or not, may be one that anyone can read.
 
     Raises:
-        ConnectionError: the Hub refuses, or cannot be reached; one line.
+        InputError: the repository is there and public, and may not be.
+        ConnectionError: the Hub refuses, or cannot be reached; one line, which says whether anything was uploaded.
     """
     api = HfApi()
     operations = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=content) for path, content in found.items()]
     try:
         api.create_repo(name, private=not public, exist_ok=True)
-        done = api.create_commit(name, operations, commit_message="Upload an adapter with fedpriv")
+        is_private = public or api.model_info(name).private is True
     except Exception as error:  # of the Hub's client, or of what it is built on
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConnectionError(f"push {name}: nothing was uploaded ({reason})") from None
-    return str(done.commit_url)
+        raise ConnectionError(f"push {name}: nothing was uploaded ({_reason(error)})") from None
+    if not is_private:
+        raise InputError(f"NAME = {name!r}: anyone can read this repository; say so with --public, or name another")
+    try:
+        return str(api.create_commit(name, operations, commit_message="Upload an adapter with fedpriv").commit_url)
+    except Exception as error:
+        if _is_refusal(error):
+            raise ConnectionError(f"push {name}: nothing was uploaded ({_reason(error)})") from None
+        raise ConnectionError(
+            f"push {name}: nobody knows whether it was uploaded ({_reason(error)}); look at "
+            f"{api.endpoint}/{name}/commits/main before you push again"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the Hub has refused, or was never reached: one that breaks off may have stored what it was sent."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code < 500
+    return isinstance(error, httpx.ConnectError)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

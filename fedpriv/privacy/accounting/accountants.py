@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -27,11 +27,19 @@ ORDERS = np.array([*(1 + tenths / 10 for tenths in range(1, 100)), *range(11, 64
 # The orders at which a bound for any mechanism under Poisson sampling is known.
 INTEGER_ORDERS = np.array([int(order) for order in ORDERS if float(order).is_integer()])
 
-# Above this epsilon, pld takes minutes or gigabytes, and nobody needs its precision.
-PLD_LIMIT = 100.0
+# The finest value discretization interval of a privacy loss, dp-accounting's default, and the coarsest of any use.
+FINEST_INTERVAL, _COARSEST_INTERVAL = 1e-4, 1.0
 
-# The finest value discretization interval of a privacy loss: dp-accounting's default.
-FINEST_INTERVAL = 1e-4
+# A grid with more losses than this takes many seconds and gigabytes.
+_MOST_LOSSES = 3e6
+
+# The shares of all releases, and of one, that dp-accounting leaves outside of a grid of losses.
+_TAIL, _TAIL_OF_ONE = 1e-15, math.exp(-50)
+
+# A delta below the first number is rounded by at most the second and, for each release, the third: powers of a Fourier
+# transform amplify its rounding (measured without sampling, where delta is known: a fifth of that). A larger delta is
+# rounded by less than the grid adds to it.
+_TINY_DELTA, _ROUNDING, _ROUNDING_OF_ONE = 1e-9, 1e-14, 2e-17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +50,7 @@ class PrivacySpent:
         epsilon: >= 0, infinite if a release had no noise.
         delta: in (0, 1).
         accountant: the one that gave epsilon.
-        upper_bound_only: True if the requested accountant is too expensive, or does not support an event, and rdp
-            was used instead.
+        upper_bound_only: True if rdp answered for pld, since its bound is the smaller one, or the only one.
         is_guarantee: False if the accounting of an event is not proven, see `Event.caveat`.
     """
 
@@ -59,8 +66,9 @@ def epsilon_of(
 ) -> PrivacySpent:
     """The cost of the composition of all events at the given delta.
 
-    Events are composed first and converted once. If `pld` is requested but the rdp epsilon exceeds 100, or an event
-    has no known privacy loss distribution, rdp answers instead and the result is marked as an upper bound.
+    Events are composed first and converted once. If `pld` is requested and the rdp epsilon is smaller, as at a tiny
+    delta, or an event has no known privacy loss distribution, or the grid of losses would be too large, rdp answers
+    instead and the result is marked as an upper bound.
 
     An (e, d)-DP release is dominated by one that reveals everything with probability d and is e-DP otherwise
     (Kairouz, Oh and Viswanath 2015): d is subtracted from delta, and the rest is composed as pure e-DP.
@@ -85,13 +93,15 @@ def epsilon_of(
     if remaining_delta <= 0 or not all(event.is_noised for event in composition) or not (proven or allow_unproven):
         return PrivacySpent(epsilon=math.inf, delta=delta, accountant=accountant, is_guarantee=proven)
     rdp_epsilon = _rdp_epsilon(composition, remaining_delta)
-    if accountant == "rdp" or rdp_epsilon > PLD_LIMIT or not all(event.has_pld for event in composition):
-        is_fallback = accountant == "pld"
-        return PrivacySpent(
-            epsilon=rdp_epsilon, delta=delta, accountant="rdp", upper_bound_only=is_fallback, is_guarantee=proven
-        )
-    pld_epsilon = _pld_epsilon(composition, remaining_delta, _value_interval(composition, rdp_epsilon))
-    return PrivacySpent(epsilon=pld_epsilon, delta=delta, accountant="pld", is_guarantee=proven)
+    pld_epsilon = math.inf
+    if accountant == "pld" and (interval := affordable(composition, _value_interval(composition, rdp_epsilon))):
+        pld_epsilon = _pld_epsilon(composition, remaining_delta, interval)
+    if pld_epsilon <= rdp_epsilon:
+        return PrivacySpent(epsilon=pld_epsilon, delta=delta, accountant="pld", is_guarantee=proven)
+    is_fallback = accountant == "pld"
+    return PrivacySpent(
+        epsilon=rdp_epsilon, delta=delta, accountant="rdp", upper_bound_only=is_fallback, is_guarantee=proven
+    )
 
 
 def stays_within(events: Iterable[Event], delta: float, budget: float) -> bool:
@@ -114,8 +124,7 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
     Args:
         events: as for `epsilon_of`; delta is 1 if one of them carries no guarantee.
         epsilon: >= 0, finite.
-        accountant: `pld` or `rdp`; rdp answers if the composition's rdp epsilon at delta 1e-5 exceeds 100, or the
-            privacy loss distribution of an event is not known.
+        accountant: `pld` or `rdp`; of pld, as in `epsilon_of`, the smaller of both.
 
     Raises:
         ValueError: as for `epsilon_of`, or epsilon is negative or not finite.
@@ -128,15 +137,13 @@ def delta_of(events: Iterable[Event], epsilon: float, accountant: Accountant = "
         return 1.0 - remaining_delta
     if not all(event.is_noised and event.is_guarantee for event in composition):
         return 1.0
-    rdp_epsilon = _rdp_epsilon(composition, 1e-5)
-    if rdp_epsilon == math.inf:
-        return 1.0
-    if accountant == "rdp" or rdp_epsilon > PLD_LIMIT or not all(event.has_pld for event in composition):
-        from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-        converted = float(compute_delta(ORDERS, total_curve(composition), epsilon)[0])
-    else:
-        converted = float(total_loss(composition, FINEST_INTERVAL).get_delta_for_epsilon(epsilon))
+    curve = total_curve(composition)
+    converted = float(compute_delta(ORDERS, curve, epsilon)[0]) if np.isfinite(curve).any() else 1.0
+    if accountant == "pld" and (interval := affordable(composition, FINEST_INTERVAL)):
+        found = float(total_loss(composition, interval).get_delta_for_epsilon(epsilon))
+        converted = min(converted, found + rounding_of(found, composition))
     return min(1.0, 1.0 - remaining_delta + converted)
 
 
@@ -248,10 +255,41 @@ def _value_interval(events: tuple[Event, ...], rdp_epsilon: float) -> float:
     return FINEST_INTERVAL * multiple
 
 
+def affordable(events: Sequence[Event], value_interval: float) -> float | None:
+    """The interval, doubled until the grid of losses is small enough; None if pld cannot or need not be asked.
+
+    The grid has the losses from minus to plus the rdp epsilon at the tail that is left outside. Its size alone decides,
+    whatever epsilon is: a coarser grid gives a bound that is larger by little, and so no jump.
+
+    Args:
+        events: at least one, each with noise.
+        value_interval: the value discretization interval that the precision asks for, > 0.
+    """
+    if not all(event.has_pld for event in events):
+        return None
+    tails = [(total_curve(events), _TAIL), *((_single_curve(event.with_count(1)), _TAIL_OF_ONE) for event in events)]
+    largest = max(epsilon_of_curve(curve, tail) for curve, tail in tails)
+    while 2 * largest > _MOST_LOSSES * value_interval and value_interval <= _COARSEST_INTERVAL:
+        value_interval *= 2
+    return value_interval if value_interval <= _COARSEST_INTERVAL else None
+
+
+def rounding_of(delta: float, events: Iterable[Event]) -> float:
+    """By how much the true delta may exceed one that a privacy loss distribution of the events gives, >= 0."""
+    releases = sum(event.count for event in events)
+    return _ROUNDING + _ROUNDING_OF_ONE * releases if delta < _TINY_DELTA else 0.0
+
+
+def epsilon_of_loss(loss: Any, delta: float, events: Iterable[Event]) -> float:
+    """Epsilon of the events' privacy loss distribution; infinite where delta is lost in rounding."""
+    left = delta - rounding_of(delta, events)
+    return float(loss.get_epsilon_for_delta(left)) if left > 0 else math.inf
+
+
 @lru_cache(maxsize=4096)
 def _pld_epsilon(events: tuple[Event, ...], delta: float, value_interval: float) -> float:
     """Epsilon by privacy loss distributions; equal histories, common across clients, are computed once."""
-    return float(total_loss(events, value_interval).get_epsilon_for_delta(delta))
+    return epsilon_of_loss(total_loss(events, value_interval), delta, events)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,13 @@ from scipy.interpolate import PchipInterpolator
 from fedpriv.privacy.accounting.accountants import (
     FINEST_INTERVAL,
     ORDERS,
-    PLD_LIMIT,
     PrivacySpent,
+    affordable,
     check_accountant,
     check_delta,
     epsilon_of,
     epsilon_of_curve,
+    epsilon_of_loss,
     total_loss,
 )
 from fedpriv.privacy.accounting.events import check_known, group
@@ -69,9 +70,8 @@ def epsilons(
 
     Args:
         events: [clients], the whole history of each; no clients give an empty array.
-        deltas: [clients], in (0, 1); below 1e-14 the bound by pld is infinite.
-        accountant: `pld` or `rdp`; rdp answers for an event without a known privacy loss distribution, and above an
-            epsilon of 100.
+        deltas: [clients], in (0, 1).
+        accountant: `pld` or `rdp`; of pld the smaller of both, as in `accountants.epsilon_of`.
         workers: processes for `pld`, >= 1. More than one requires that the caller's main module can be imported.
 
     Raises:
@@ -95,8 +95,9 @@ def epsilons(
     ]
     bounds[rows] = _by_rdp([events[row] for row in rows], np.array([remaining[row] for row in rows]))
     if accountant == "pld":
-        rows = [row for row in rows if events[row].has_pld and bounds[row] <= PLD_LIMIT]
-        bounds[rows] = _by_pld([events[row] for row in rows], np.array([remaining[row] for row in rows]), workers)
+        rows = [row for row in rows if events[row].has_pld]
+        by_pld = _by_pld([events[row] for row in rows], np.array([remaining[row] for row in rows]), workers)
+        bounds[rows] = np.minimum(bounds[rows], by_pld)
     return bounds
 
 
@@ -263,9 +264,11 @@ def _node_epsilons(task: tuple[_Node, set[_Query]]) -> dict[_Query, float]:
     (release, interval), queries = task
     epsilons: dict[_Query, float] = {}
     for count, same_count in groupby(sorted(queries), key=lambda query: query[0]):
-        loss = total_loss([release.with_count(count)], interval)
+        releases = [release.with_count(count)]
+        within_reach = affordable(releases, interval)
+        loss = total_loss(releases, within_reach) if within_reach else None
         for query in same_count:
-            epsilons[query] = float(loss.get_epsilon_for_delta(query[1])) if query[1] > 0 else math.inf
+            epsilons[query] = epsilon_of_loss(loss, query[1], releases) if loss else math.inf
     return epsilons
 
 

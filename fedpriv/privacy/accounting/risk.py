@@ -21,10 +21,11 @@ from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import (
     FINEST_INTERVAL,
     ORDERS,
-    PLD_LIMIT,
+    affordable,
     check_delta,
     checked,
     epsilon_of,
+    rounding_of,
     total_curve,
     total_loss,
 )
@@ -46,7 +47,7 @@ FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05)
 """The shares of outsiders, wrongly accused, for which the most people found are told."""
 
 # Lines of a profile, from this epsilon to that at which so little of delta is left.
-_NUM_LINES, _FIRST_LINE, _LAST_DELTA = 1500, 1e-4, 1e-12
+_NUM_LINES, _FIRST_LINE, _LAST_LINE, _LAST_DELTA = 1500, 1e-4, 500.0, 1e-12
 # The grid of losses: a share of the loss of one release, and of that of all; its limits.
 _OF_ONE_LOSS, _OF_ALL_LOSS, _LEAST_INTERVAL, _LARGEST_INTERVAL = 0.1, 0.01, 1e-5, 5e-3
 # More histories than the first number share at most the second number of values of q, count and noise, the smallest of
@@ -164,15 +165,15 @@ def trade_off_of(events: tuple[Event, ...]) -> TradeOff:
     """The trade-off function of a composition whose every release is noised and a guarantee."""
     if (mu := _unsampled_mu(events)) is not None:
         return gaussian(mu)
-    by_rdp = epsilon_of(events, min(_own_delta(events) + 1e-5, 1 - 1e-9), "rdp").epsilon
     composition = tuple(event for event in events if event.sampling_probability > 0)
-    if by_rdp > PLD_LIMIT or not all(event.has_pld for event in composition):
-        known = renyi(ORDERS, total_curve(composition))
-    else:
-        loss = total_loss(composition, _interval(composition))
-        last = np.clip(loss.get_epsilon_for_delta(_LAST_DELTA), 10 * _FIRST_LINE, 5 * PLD_LIMIT)
+    if interval := affordable(composition, _interval(composition)):
+        loss = total_loss(composition, interval)
+        last = np.clip(loss.get_epsilon_for_delta(_LAST_DELTA), 10 * _FIRST_LINE, _LAST_LINE)
         epsilons = np.concatenate([[0.0], np.geomspace(_FIRST_LINE, last, _NUM_LINES)])
-        known = profile(epsilons, np.clip(loss.get_delta_for_epsilon(epsilons), 0.0, 1.0))
+        deltas = np.clip(loss.get_delta_for_epsilon(epsilons), 0.0, 1.0)
+        known = profile(epsilons, deltas + [rounding_of(delta, composition) for delta in deltas])
+    else:
+        known = renyi(ORDERS, total_curve(composition))
     return revealing(known, _own_delta(events))
 
 

@@ -327,7 +327,7 @@ def statement(
         pages.append(
             cost
             | {
-                "private": not seeded and cost["is_guarantee"],
+                "private": not seeded and cost["is_guarantee"] and math.isfinite(cost["epsilon_local"]),
                 "adjacency": ADJACENCY[cost["unit"]],
                 "covers": _COVERS,
                 "view": view,

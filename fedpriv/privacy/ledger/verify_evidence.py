@@ -25,7 +25,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, dp_event, pld,
 from scipy import optimize, stats
 
 TOLERANCES, LEAST = {"pld": (1e-3, 1e-3), "rdp": (1e-6, 1e-6), "risk": (1e-3, 1e-2)}, 1e-6  # of a figure
-GRID, RDP_ABOVE, MANY_CLIENTS = 1e-4, 100.0, 32  # of losses; above it rdp stands for pld; risks of more are bounds
+GRID, LARGE, TINY, MANY_CLIENTS = 1e-4, 100.0, 1e-9, 32  # of losses; epsilon, delta; risks of more are bounds
 LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, more counts as this; part of delta
 VIEWS, KEY, RATES = ("local", "rho", "aggregate"), ("run", "client", "round", "request"), ("0.001", "0.01", "0.05")
 CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
@@ -187,10 +187,8 @@ def seen_by(view: str, releases: Iterable[Object]) -> Events:
 
 def composed(events: Events, interval: float = 0.0, orders: Sequence[int] | None = None) -> Any:
     """All events in an accountant of dp-accounting: by pld on a grid of losses, or by rdp at some orders."""
-    total: Any = rdp.RdpAccountant(orders)
-    if interval:  # a coarser grid does for mixtures, which take long
-        interval *= 10 if any(len(event.moves) > 1 for event, _ in events) else 1
-        total = pld.PLDAccountant(value_discretization_interval=interval)
+    interval *= 10 if any(len(event.moves) > 1 for event, _ in events) else 1  # it does for mixtures, which take long
+    total: Any = pld.PLDAccountant(value_discretization_interval=interval) if interval else rdp.RdpAccountant(orders)
     for event, count in events:
         one: Any = GaussianDpEvent(event.z)
         if interval and len(event.moves) > 1:
@@ -206,8 +204,10 @@ def composed(events: Events, interval: float = 0.0, orders: Sequence[int] | None
 @functools.lru_cache(maxsize=4096)
 def epsilon_of(events: Events, delta: float, accountant: str) -> float:
     """Epsilon at delta: all events are composed first, and converted once."""
-    by_rdp = float(composed(events).get_epsilon(delta))
-    return by_rdp if accountant == "rdp" or by_rdp > RDP_ABOVE else float(composed(events, GRID).get_epsilon(delta))
+    by_rdp, rounding = float(composed(events).get_epsilon(delta)), 1e-14 + 2e-17 * sum(count for _, count in events)
+    grid, left = GRID * max(1.0, by_rdp / LARGE), delta - rounding * (delta < TINY)
+    is_rdp = accountant == "rdp" or grid > 1 or left <= 0
+    return by_rdp if is_rdp else min(by_rdp, float(composed(events, grid).get_epsilon(left)))
 
 
 def cost_of(events: Events, order: int) -> float:
@@ -263,7 +263,7 @@ def found_at(cost: float, order: int, deltas: Any, ratio: Any, x: Any) -> Any:
 
 def check_risk(name: str, row: Object, events: Events, delta: float, order: int, is_bound: bool, to: Findings) -> None:
     """Compare a printed risk, which may not be too small; where it is a bound, as of large losses, it may be larger."""
-    is_bound |= not order and any(min(e.drawn) < 1 for e, _ in events) and epsilon_of(events, 1e-5, "rdp") > RDP_ABOVE
+    is_bound |= not order and any(min(e.drawn) < 1 for e, _ in events) and epsilon_of(events, 1e-5, "rdp") > LARGE
     printed = {key: row[key] for key in ("mu", "advantage")} | row["tpr_at_fpr"]
     for key, found in risk_of(events, delta, order).items():
         to.compare(f"{name}: {'found at ' * (key in RATES)}{key}", printed[key], found, "risk", is_bound=is_bound)

@@ -1,6 +1,7 @@
 """`fedpriv predict`: the saved model's own answers, each by itself, and one line for whatever is wrong."""
 
 import csv
+import json
 import shutil
 
 import pytest
@@ -70,12 +71,36 @@ def test_a_variant_that_was_copied_elsewhere_needs_no_run(run, loaded, tiny_bert
         (("missing.csv",), "FILE = 'missing.csv': no such file"),
         (("x", "--pair", "y"), "reads single texts"),
         (("x", "--out", "y.csv"), "is for the answers to a file"),
+        (("leters.txt",), "FILE = 'leters.txt': no such file; name a "),
+        (("leters.xlsx",), "FILE = 'leters.xlsx': no such file"),
+        (("notes/monday",), "FILE = 'notes/monday': no such file"),
+        (("-",), "FILE = '-': no such file"),
+        (("/dev/null",), "FILE = '/dev/null': is no regular file"),
+        ((" ",), "TEXT = ' ': is empty"),
+        (("missing.csv", "--out", "answers/y.csv"), "out = 'answers/y.csv': answers is no folder; make it first"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(run, arguments, message, tmp_path):
     _, err = fedpriv("predict", run, *arguments, code=2, folder=tmp_path)
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["leters.txt ", "and/or ", "cough.", "39.5", "a rash, see letters.txt"])
+def test_what_only_looks_like_a_files_name_is_a_text_with_a_blank(run, text):
+    assert as_json("predict", run, text)["label"] in LABELS
+
+
+def test_a_row_without_a_text_gets_no_answer_and_is_counted(run, loaded, tmp_path):
+    file = tmp_path / "letters.csv"
+    file.write_text(f"id,text\n1,{TEXTS[0]}\n2,\n3,  \n4,{TEXTS[2]}\n")
+    printed, err = fedpriv("predict", run, file)
+    assert "2 of 4 rows without a text: they have no answer" in err
+    rows = list(csv.DictReader(printed.splitlines()))
+    assert [bool(row["predicted_label"]) for row in rows] == [True, False, False, True]
+    found = json.loads(fedpriv("predict", run, file, "--json")[0])["predictions"]
+    assert found[1] == {"label": None, "probabilities": dict.fromkeys(LABELS)}
+    assert list(found[3]["probabilities"].values()) == pytest.approx(saved.classify(loaded, TEXTS[2:3])[0], abs=1e-6)
 
 
 def test_changed_tensors_and_a_file_with_the_answers_columns_are_refused(run, tmp_path):
@@ -88,3 +113,16 @@ def test_changed_tensors_and_a_file_with_the_answers_columns_are_refused(run, tm
     content[-1] ^= 1
     tensors.write_bytes(content)
     assert "is damaged or was changed" in fedpriv("predict", copy, "x", code=2)[1]
+
+
+def test_a_damaged_file_is_restored_from_a_store_without_loss_as_the_refusal_advises(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    fedpriv("dedup", "run", copy / "variants", tmp_path / "store", "--algorithm", "lossless")
+    tensors = copy / "variants" / "global" / "adapter_model.safetensors"
+    before = tensors.read_bytes()
+    tensors.write_bytes(before[:-1])
+    assert "cannot be read" in fedpriv("predict", copy, "x", code=2)[1]
+    tensors.unlink()
+    fedpriv("dedup", "restore", tmp_path / "store", "global", "--out", tensors)
+    assert tensors.read_bytes() == before
+    assert as_json("predict", copy, "x")["label"] in LABELS

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from fedpriv.config import parse
+from fedpriv.errors import InputError
 from fedpriv.models.publishing import hub
 from fedpriv.models.publishing.saved import find
 from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
@@ -231,7 +233,8 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, bool] = {}
         self.files: dict[str, bytes] = {}
-        self.is_full = False
+        self.says: int | None = 200
+        self.is_private = True
 
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
         if path == "/api/repos/create":
@@ -245,13 +248,14 @@ class Hub:
                 "files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in asked]
             }
         if "/commit/" in path:
-            if self.is_full:
-                return 507, {"error": "no space"}
+            if self.says == 403:
+                return 403, {"error": "no rights"}
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return 200, {"commitUrl": "http://127.0.0.1/clinic/letters/commit/1", "commitOid": "1", "success": True}
-        return 200, {}
+            done = {"commitUrl": "http://127.0.0.1/clinic/letters/commit/1", "commitOid": "1", "success": True}
+            return self.says or 0, done
+        return 200, {"id": "clinic/letters", "private": self.is_private, "siblings": []}
 
 
 @contextmanager
@@ -260,7 +264,14 @@ def serving(hub: Hub) -> Iterator[str]:
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length")
             body = self.rfile.read(int(length)) if length else b"".join(self._chunks())
-            status, values = hub.answer(self.path, body)
+            self._say(*hub.answer(self.path, body))
+
+        def do_GET(self) -> None:
+            self._say(*hub.answer(self.path, b""))
+
+        def _say(self, status: int, values: Any) -> None:
+            if not status:  # the connection breaks
+                return
             content = json.dumps(values).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -307,13 +318,44 @@ def test_yes_uploads_what_was_shown_in_one_commit(run, tmp_path):
 @pytest.mark.slow
 def test_a_hub_that_fails_or_is_gone_is_told_in_one_line(run, tmp_path):
     hub_ = Hub()
-    hub_.is_full = True
+    hub_.says = 403
     with serving(hub_) as url:
-        full = push_to(url, run, "clinic/letters", "--yes", home=tmp_path / "home")
+        denied = push_to(url, run, "clinic/letters", "--yes", home=tmp_path / "home")
     gone = push_to(url, run, "clinic/letters", "--yes", home=tmp_path / "home")
-    for done in (full, gone):
+    for done in (denied, gone):
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
         assert line.startswith("error: push clinic/letters: nothing was uploaded (")
         assert "Traceback" not in done.stderr
     assert not hub_.files
+
+
+@pytest.fixture
+def hub_here(monkeypatch):
+    """A hub to which the client of this process speaks."""
+    hub_ = Hub()
+    with serving(hub_) as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_of_this_test")
+        yield hub_
+
+
+@pytest.mark.parametrize("says", [504, None])
+def test_a_hub_that_breaks_off_after_the_commit_may_have_stored_it_and_the_error_says_so(hub_here, says):
+    hub_here.says = says
+    with pytest.raises(ConnectionError, match=r"nobody knows whether it was uploaded \(.*\); look at .*/commits/main"):
+        hub.upload("clinic/letters", {"README.md": b"x"}, public=False)
+    assert hub_here.files == {"README.md": b"x"}
+    hub_here.says = 403
+    with pytest.raises(ConnectionError, match="nothing was uploaded"):
+        hub.upload("clinic/letters", {"adapter_config.json": b"x"}, public=False)
+    assert hub_here.files == {"README.md": b"x"}
+
+
+def test_a_repository_that_is_there_and_public_takes_nothing_without_the_option(hub_here):
+    hub_here.is_private = False
+    with pytest.raises(InputError, match="anyone can read this repository; say so with --public"):
+        hub.upload("clinic/letters", {"README.md": b"x"}, public=False)
+    assert not hub_here.files
+    assert hub.upload("clinic/letters", {"README.md": b"x"}, public=True).endswith("/commit/1")

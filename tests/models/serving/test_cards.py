@@ -90,7 +90,7 @@ def test_a_variant_costs_its_uploads_at_the_data_set_that_pays_most(run):
     assert card["adjacency"] == "one record of the client added or removed"
     assert card["ancestors"] == {"num_uploads": 2, "uploads_of_data_sets": {"A": 1, "B": 1}, "runs": ["r"], "bases": []}
     assert card["run"]["ledger_head"] == "abc"
-    assert card["run"]["epsilon_local_max"] is None
+    assert card["run"]["epsilon_local_max"] == "inf"
     assert card["tpr_at_fpr"] == risk_of([EVENT], 1e-6).tpr_at_fpr
     assert percent_up(card["tpr_at_fpr"]["0.01"]) in card["risk_in_words"]
 
@@ -150,7 +150,7 @@ def test_a_causal_models_card_and_the_list_have_the_perplexity_of_its_responses(
         (listed,) = stored_models(opened)
     assert (listed.accuracy, listed.perplexity) == (None, pytest.approx(math.exp(2)))
     path = store(tmp_path / "broken", {"x": {"epsilon": 1.0, "delta": 1e-5}}, {}, likelihood=-math.inf)
-    assert Cards(path).card("x")["perplexity"] is None
+    assert Cards(path).card("x")["perplexity"] == "inf"
 
 
 def test_a_store_alone_adds_up_what_it_states(tmp_path):
@@ -161,7 +161,7 @@ def test_a_store_alone_adds_up_what_it_states(tmp_path):
     assert cards.card("x")["epsilon"] == 1.0
     assert (cards.card("x")["tpr_at_fpr"], cards.card("x")["risk_in_words"]) == (None, None)
     unknown = cards.together(["x", "z"])
-    assert (unknown["epsilon"], unknown["is_guarantee"]) == (None, False)
+    assert (unknown["epsilon"], unknown["is_guarantee"]) == ("inf", False)
     assert "take it as not private" in unknown["note"]
 
 
@@ -179,9 +179,9 @@ def test_without_noise_or_with_seeded_noise_it_says_that_nobody_is_protected(run
     )
     describe(run / "variants", "bare", History(name="bare", ancestors=frozenset({bare})))
     card = Cards(run).card("bare")
-    assert (card["epsilon"], card["is_guarantee"]) == (None, False)
+    assert (card["epsilon"], card["is_guarantee"]) == ("inf", False)
     assert "protects nobody" in card["note"]
-    assert (card["mu"], card["advantage"], card["tpr_at_fpr"]["0.001"]) == (None, 1.0, 1.0)
+    assert (card["mu"], card["advantage"], card["tpr_at_fpr"]["0.001"]) == ("inf", 1.0, 1.0)
     assert "Nothing bounds" in card["risk_in_words"]
     (run / "summary.json").write_text('{"noise_source": "seeded"}')
     seeded = Cards(run).card("round-1")
@@ -197,17 +197,17 @@ def test_records_and_whole_clients_have_no_common_epsilon(run):
     cards = Cards(run)
     assert cards.card("whole")["unit"] == "client"
     both = cards.together(["whole", "global"])
-    assert both["epsilon"] is None
+    assert both["epsilon"] == "inf"
     assert "different units" in both["note"]
 
 
 def test_a_damaged_description_or_manifest_is_no_guarantee_and_spoils_no_other_card(run):
     (run / "variants" / "global" / "variant.json").write_text("{")
-    assert Cards(run).card("global")["epsilon"] is None
+    assert Cards(run).card("global")["epsilon"] == "inf"
     assert Cards(run).card("round-1")["epsilon"] == spent(1)
     path = store(run / "other", {"x": {"epsilon": 1.0, "delta": 1e-5}, "y": {"epsilon": 2.0, "delta": 1e-5}}, {})
     damage_index(path, "models", "manifest", name="x")
-    assert Cards(path).card("x")["epsilon"] is None
+    assert Cards(path).card("x")["epsilon"] == "inf"
     assert Cards(path).card("y")["epsilon"] == 2.0
 
 

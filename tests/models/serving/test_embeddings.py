@@ -130,7 +130,7 @@ def test_what_is_wrong_about_a_request_for_vectors_is_named(client):
         ({"input": [[1, 2]]}, r"input\.0: must be a valid string"),
         ({"input": ["x"] * 65}, "input: 65 texts; at most 64"),
         ({"encoding_format": "hex"}, "encoding_format = 'hex': must be 'float' or 'base64'"),
-        ({"dimensions": 7}, "'dimensions': this server does not know it"),
+        ({"dimensions": 7}, "'dimensions': this server does not know it; leave it out"),
         ({"input": "x" * 600}, "too many tokens"),
     ):
         with pytest.raises(openai.BadRequestError, match=says):

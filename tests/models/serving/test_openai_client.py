@@ -168,7 +168,13 @@ def test_the_draw_is_as_it_was_asked_for(client, engine):
             "logprobs",
             "logprobs = 5: 16896 log-probabilities, of 11 answers of up to 256 tokens; at most 16384.",
         ),
-        ({"extra_body": {"top_k": -1}}, "top_k", "top_k = -1: must be greater than or equal to 0."),
+        ({"extra_body": {"top_k": -2}}, "top_k", "top_k = -2: must be greater than or equal to 0."),
+        ({"prompt": 5}, "prompt", "prompt = 5: must be a text or a list."),
+        ({"echo": True}, "echo", "echo = true: must be false."),
+        ({"stream_options": 5}, "stream_options", "stream_options = 5: must be an object."),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias: this server takes none; leave it out."),
+        ({"extra_body": {"min_p": 0.1}}, "min_p", "'min_p': this server does not know it; leave it out."),
+        ({"extra_body": {"min_p": False}}, "min_p", "'min_p': this server does not know it; leave it out."),
         ({"max_tokens": 257}, "max_tokens", "max_tokens = 257: at most 256 here."),
         ({"prompt": []}, "prompt", "prompt: must have at least 1 item after validation, not 0."),
     ],
@@ -223,6 +229,38 @@ def test_a_damaged_variant_is_refused_by_name_and_the_others_answer(client):
     with pytest.raises(openai.APIError, match="damaged"):
         list(client.completions.create(model="client-1", prompt="x", stream=True))
     assert client.completions.create(model="client-0", prompt="x").choices[0].text
+
+
+def test_the_servers_own_answer_is_the_history_of_the_next_turn(client):
+    first = client.chat.completions.create(model="global", messages=ASKED, max_tokens=3).choices[0].message
+    chat = [*ASKED, first, {"role": "user", "content": "and now?"}]
+    for answer in (first, first.to_dict(), {"role": "assistant", "content": None, "tool_calls": []}):
+        chat[2] = answer
+        assert client.chat.completions.create(model="global", messages=chat, max_tokens=2).choices[0].message.content
+    chat[2] = {"role": "assistant", "content": None, "refusal": "no"}
+    with pytest.raises(openai.BadRequestError, match=r"messages\.2\.refusal.*does not know it") as refused:
+        client.chat.completions.create(model="global", messages=chat)
+    assert refused.value.param == "messages.2.refusal"
+
+
+IDLE = {
+    **dict.fromkeys(("tools", "functions", "metadata", "reasoning_effort", "prediction", "audio", "function_call")),
+    **{"tool_choice": "none", "parallel_tool_calls": True, "store": False, "service_tier": "auto", "verbosity": None},
+    **{"modalities": ["text"], "logprobs": False, "top_logprobs": 0, "seed": -1, "top_k": -1, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "stop": None, "logit_bias": {}, "web_search_options": {}, "max_tokens": 2.0},
+}
+
+
+def test_fields_that_ask_for_nothing_change_nothing(client, engine):
+    client.chat.completions.create(model="global", messages=ASKED, max_tokens=2)
+    client.chat.completions.create(model="global", messages=ASKED, extra_body={**IDLE, "tools": []})
+    assert engine.asked[-1] == engine.asked[-2]
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert list(
+        client.chat.completions.create(
+            model="global", messages=ASKED, max_tokens=2, stream=True, extra_body={"stream_options": options}
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])

@@ -35,6 +35,13 @@ def test_target_is_met_and_slightly_less_noise_misses_it(accountant, epsilon, q,
     assert cost(z, q, steps, accountant) <= epsilon < cost(z * 0.998, q, steps, accountant)
 
 
+def test_a_larger_target_needs_less_noise_also_beyond_100():
+    targets = (70.0, 80.0, 90.0, 100.0, 110.0)
+    noise = [noise_multiplier_for(target, DELTA, sampling_probability=0.5, steps=300) for target in targets]
+    assert [cost(z, 0.5, 300, "pld") for z in noise] == pytest.approx(targets, rel=1e-3)
+    assert noise == sorted(set(noise), reverse=True)
+
+
 def test_epsilon_to_noise_multiplier_and_back_is_the_identity():
     start = cost(1.88, 0.16, 30, "rdp")
     z = noise_multiplier_for(start, DELTA, sampling_probability=0.16, steps=30, accountant="rdp")

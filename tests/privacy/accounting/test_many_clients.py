@@ -111,9 +111,9 @@ def test_a_coarse_discretization_bounds_the_fine_one_from_above():
         assert fine <= coarse <= fine * 1.005
 
 
-def test_above_epsilon_100_rdp_replaces_pld():
-    bounds, exact = check([event(0.5, 0.3, 100)], [1e-5], "pld", [0])
-    assert exact[0] > 100
+@pytest.mark.parametrize(("client", "delta"), [(event(0.5, 0.3, 100), 1e-5), (event(0.01, 1.0, 1000), 1e-14)])
+def test_of_pld_and_rdp_the_smaller_bound_counts_as_for_one_client_alone(client, delta):
+    bounds, exact = check([client], [delta], "pld", [0], PLD_ROUNDING)
     assert bounds == pytest.approx(exact, rel=1e-3)
 
 

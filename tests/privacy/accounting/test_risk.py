@@ -5,11 +5,12 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting import pld
 from scipy import special, stats
 
 from fedpriv import texts
 from fedpriv.errors import InputError
-from fedpriv.privacy.accounting import risk, trade_off
+from fedpriv.privacy.accounting import accountants, risk, trade_off
 from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.privacy.accounting.calibration import calibrate_to_risk, noise_multiplier_for
 from fedpriv.privacy.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
@@ -264,6 +265,22 @@ def test_nothing_released_reveals_nothing():
 def test_units_do_not_mix(event):
     with pytest.raises(ValueError, match="units"):
         risk_of([event, SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0, unit="client")], 1e-5)
+
+
+def test_a_schedule_with_large_losses_and_little_sampling_takes_a_coarser_grid_and_no_minutes(monkeypatch):
+    """One of 1e-5 would have six million losses; a tenth as many hardly tell more."""
+    events = [sampled(0.3, 1e-4, 100_000)]
+    monkeypatch.setattr(accountants, "_MOST_LOSSES", 3e5)
+    interval = accountants.affordable(events, 1e-5)
+    assert 1e-5 < interval < 1e-3
+    found = found_by(events)
+    fine = pld.PLDAccountant(value_discretization_interval=interval / 2).compose(
+        dp_accounting.PoissonSampledDpEvent(1e-4, dp_accounting.GaussianDpEvent(0.3)), 100_000
+    )
+    epsilons = np.linspace(0.0, 20.0, 200)
+    least = 1 - trade_off.profile(epsilons, np.asarray(fine.get_delta(epsilons)))(RATES)
+    assert (least * 0.999 <= found).all()
+    assert found == pytest.approx(least, rel=0.02)
 
 
 # --- Renyi divergences, and filters ---

@@ -1,17 +1,18 @@
 """The requests of OpenAI's API that this server knows, and one of the same kind for classes.
 
-A parameter that is known and has no effect here is accepted at the value at which it has none; everything else is
-refused by name. A refusal names the parameter, its value where that is one number or word, and the limit.
+What asks for nothing is accepted: a parameter at the value at which it has no effect, and one that is null or empty.
+Everything else is refused by name. A refusal names the parameter, its value where that is one number or word, and the
+limit.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from fedpriv.models.serving.http.limits import RequestLimits
@@ -29,6 +30,34 @@ _TEMPERATURE = 1.0
 _COMPLETION_TOKENS = 16
 _PARAMETER, _SUBJECT = re.compile(r"[a-z0-9_.]{1,100}"), re.compile(r"^(Input|String|List) should")
 
+# Values at which a parameter of OpenAI's API, or of vLLM's, asks for nothing that this server does not do anyway.
+_IDLE: Mapping[str, tuple[Any, ...]] = {
+    "function_call": ("none", "auto"),
+    "include_obfuscation": (False,),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (False, True),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "seed": (-1,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "top_k": (-1,),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+}
+
+# What is right, in the words of JSON, by the error of a value of another kind.
+_RIGHT = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "none_required": "must be null",
+}
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
 
 def _as_list(value: Any) -> Any:
     """One text stands for a list of it: errors then name the parameter, not one of two ways to write it."""
@@ -39,12 +68,23 @@ def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _as_whole(value: Any) -> Any:
+    """JSON has one kind of number, and some clients write every one with a point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_idle(name: str, value: Any, *, is_known: bool) -> bool:
+    """Whether a field asks for nothing; a truth value is none of the numbers that it equals."""
+    idle = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _IDLE.get(name, ()))
+    return idle or (not is_known and (value is None or value in ("", [], {})))
+
+
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list)]
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 Stops = Annotated[list[Stop], Field(max_length=4), BeforeValidator(_as_list)]
-Count = Annotated[int, Field(ge=1, le=2**31)]
+Count = Annotated[int, Field(ge=1, le=2**31), BeforeValidator(_as_whole)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -52,6 +92,15 @@ class _Strict(BaseModel):
     """Nothing is converted, no field is unknown, no number is infinite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asking(cls, fields: Any) -> Any:
+        """The fields without those that ask for nothing."""
+        if not isinstance(fields, dict):
+            return fields
+        known = cls.model_fields
+        return {name: value for name, value in fields.items() if not _is_idle(name, value, is_known=name in known)}
 
 
 class ModelRequest(_Strict):
@@ -127,6 +176,13 @@ class ChatMessage(_Strict):
     content: Annotated[list[TextPart], BeforeValidator(_as_parts)]
     name: Annotated[str, Field(max_length=64)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, fields: Any) -> Any:
+        """OpenAI's API writes null as the content of an answer that has no text."""
+        is_empty = isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content", "") is None
+        return {**fields, "content": ""} if is_empty else fields
+
     @property
     def as_pair(self) -> tuple[str, str]:
         """Role and content; templates know `developer` as `system`."""
@@ -180,15 +236,19 @@ def parsed(shape: type[Shape], body: bytes) -> Shape:
     if first["type"] == "json_invalid":
         raise RefusalError(400, f"The body: {first['msg']}.", code="invalid_json")
     where = ".".join(map(str, first["loc"]))
+    is_name = _PARAMETER.fullmatch(where)
     if first["type"] == "extra_forbidden":
-        raise RefusalError(400, f"{shown(where)}: this server does not know it.", code="unknown_parameter")
-    name = where if _PARAMETER.fullmatch(where) else shown(where)
+        message, param = f"{shown(where)}: this server does not know it; leave it out.", where if is_name else None
+        raise RefusalError(400, message, code="unknown_parameter", param=param)
+    name = where if is_name else shown(where) if where else "The body"
     raise RefusalError(400, f"{name}{_wrong(first)}.", code="invalid_value", param=where[:100] or None)
 
 
 def _wrong(error: ErrorDetails) -> str:
     """The value, where it is short, and the right ones."""
     value, context = error["input"], error.get("ctx", {})
+    if error["type"] == "too_long" and not context["max_length"]:
+        return ": this server takes none; leave it out"
     if error["type"] == "too_long":
         return f" has {context['actual_length'] or 'too many'} entries: at most {context['max_length']}"
     if error["type"] == "missing":
@@ -196,7 +256,12 @@ def _wrong(error: ErrorDetails) -> str:
     # Python writes no integer of thousands of digits.
     is_short = isinstance(value, (str, float, bool)) or (isinstance(value, int) and value.bit_length() < 64)
     said = f" = {shown(value) if isinstance(value, str) else json.dumps(value)}" if is_short else ""
-    return f"{said}: {_SUBJECT.sub('must', error['msg'])}"
+    if error["type"] == "list_type":
+        return f"{said}: must be a {'list' if error['loc'][-1] == 'messages' else 'text or a list'}"
+    if error["type"] == "literal_error":
+        right = re.sub("True|False|None", lambda word: _WORDS[word[0]], context["expected"])
+        return f"{said}: must be {right}"
+    return f"{said}: {_RIGHT.get(error['type']) or _SUBJECT.sub('must', error['msg'])}"
 
 
 def checked(asked: Asked, limits: RequestLimits) -> int:

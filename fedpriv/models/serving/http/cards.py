@@ -89,7 +89,7 @@ class Cards:
     def card(self, name: str) -> dict[str, Any]:
         """The cost and the ancestors of one variant.
 
-        `epsilon` is null where it is infinite or nothing is known, and `note` says which. `bases` holds names of other
+        `epsilon` is "inf" where it is infinite or nothing is known, and `note` says which. `bases` holds names of other
         variants, which not everyone may see.
         """
         described, stored = self._described(name), self._stored.get(name)
@@ -98,9 +98,9 @@ class Cards:
         return {
             **self.together([name]),
             "accuracy": accuracy,
-            "perplexity": _finite(stored.perplexity) if stored else None,
+            "perplexity": _written(stored.perplexity) if stored else None,
             "ancestors": {**ancestors, "bases": self._consulted([name])[1:]},
-            "run": self._run,
+            "run": {key: _written(value) for key, value in self._run.items()},
         }
 
     def together(self, names: Iterable[str]) -> dict[str, Any]:
@@ -142,11 +142,10 @@ class Cards:
         figures = risk.values if risk else dict.fromkeys(Risk.none().values)
         if view == "aggregate" and not note:
             figures = {key: self._run.get(key, value) for key, value in figures.items()}
-        is_finite = guarantee is not None and math.isfinite(guarantee.epsilon)
         return {
-            "epsilon": guarantee.epsilon if guarantee and is_finite else None,
+            "epsilon": _written(guarantee.epsilon if guarantee else math.inf),
             "delta": guarantee.delta if guarantee else None,
-            **{key: _finite(value) for key, value in figures.items()},
+            **{key: _written(value) for key, value in figures.items()},
             "unit": unit,
             "risk_in_words": " ".join(risk_in_words(figures, guarantee.delta if guarantee else 0.0)) if risk else None,
             "adjacency": adjacency_of(unit, _holders(described)),
@@ -215,7 +214,7 @@ class Cards:
             if (folder / files.SUMMARY).is_file():
                 summary = files.read_values(folder / files.SUMMARY)
                 keys = (*_RUN_KEYS, *_RISK)
-                return {key: _finite(summary[key]) for key in keys if key in summary}
+                return {key: summary[key] for key in keys if key in summary}
         return {}
 
 
@@ -285,8 +284,11 @@ def _ancestors(histories: list[History]) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _written(value: Any) -> Any:
+    """The value as JSON has it: an infinity as a word, since null is below every number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "inf"
+    return value
 
 
 class Catalogue:
