@@ -127,9 +127,11 @@ def prepare(node: Node) -> Users:
     """Make a node's folder ready for its SuperNode, and return whose processes it and the vault are.
 
     Raises:
-        InputError: one of its keys cannot be used, or the SuperNode cannot run as the user that it should.
+        InputError: one of its keys cannot be used, the SuperNode cannot run as the user that it should, or that user
+            and others could change what decides.
     """
-    for check in separate_users.check_keys(node):
+    opened = [separate_users.check_deciding(node)] if node.vault.client_user else []
+    for check in (*opened, *separate_users.check_keys(node)):
         if not check.ok:
             raise InputError(check.detail)
     users = separate_users.prepared(node, _environment(node))
@@ -298,7 +300,7 @@ def units(node: Node) -> list[Unit]:
             f"client_user = {client.name!r}: systemd knows users, and the owner of {folder}, by name alone"
         )
     name = unit_name("vault", folder)
-    data = [vault.data] if vault.data else []
+    data, counted = ([path] if path else [] for path in (vault.data, vault.counter_file))
     return [
         Unit(
             name=name,
@@ -307,7 +309,8 @@ def units(node: Node) -> list[Unit]:
             folder=folder,
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
-            writable=[folder, *([vault.counter_file] if vault.counter_file else [])],
+            # Beside a ledger, SQLite keeps files of its own.
+            writable=[*sorted({folder, vault.ledger.parent}), *counted],
             read_only=data,
             networked=False,
         ),
@@ -321,11 +324,12 @@ def units(node: Node) -> list[Unit]:
             variables=python_path(CHECKOUT),
             writable=[node.flower_home],
             hidden=[
-                *data,
+                *(*data, *counted),
                 *(vault.ledger, vault.tokens, node.key, vault.key, vault.policy),
                 *(vault.events, vault.log, vault.receipts),
                 history.path_in(folder),
             ],
+            port=node.port,
             after=[f"{name}.service"],
         ),
         *([metrics.unit(node)] if node.metrics else []),

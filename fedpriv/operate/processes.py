@@ -26,6 +26,9 @@ from fedpriv.files import User
 
 log = logging.getLogger("flwr")  # of the processes that keep another, which are Flower's
 
+UTF8 = {"PYTHONUTF8": "1"}
+"""The variable by which a Python program reads and writes UTF-8, whatever this machine's encoding is."""
+
 _MARK = "FEDPRIV_STARTED_IN"
 _PROC = Path("/proc")
 

@@ -204,11 +204,19 @@ def units(coordinator: Coordinator) -> list[Unit]:
             folder=FLOWER_APP,
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
-            writable=[folder],
+            port=coordinator.port,
+            writable=[folder, *_planned_elsewhere(coordinator)],
             read_only=[coordinator.ca_certificate, coordinator.nodes],
             hidden=[coordinator.ca_key],
         )
     ]
+
+
+def _planned_elsewhere(coordinator: Coordinator) -> list[Path]:
+    """The folders outside of the coordinator's own in which the planned run makes its files."""
+    planned = [Path(str(coordinator.planned.get(key) or coordinator.runs)) for key in ("ledger", "out")]
+    found = {next(parent for parent in path.absolute().parents if parent.is_dir()) for path in planned}
+    return sorted(path for path in found - {Path("/")} if not path.is_relative_to(coordinator.folder))
 
 
 def checks(coordinator: Coordinator) -> Iterator[Check]:
