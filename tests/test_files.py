@@ -4,7 +4,9 @@ import errno
 import json
 import os
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from fedpriv import files
 from fedpriv.errors import InputError
@@ -82,13 +84,17 @@ def test_what_was_written_by_the_name_is_on_the_disk_before_it_takes_its_place(t
     assert (tmp_path / "key").stat().st_ino in flushed
 
 
-def test_without_a_mode_a_file_has_what_the_process_gives_to_new_files(tmp_path):
+@pytest.mark.parametrize("by_its_name", [False, True])
+@pytest.mark.parametrize(("mode", "expected"), [(None, 0o640), (0o644, 0o644), (0o600, 0o600)])
+def test_without_a_mode_a_file_has_what_the_process_gives_to_new_files(tmp_path, mode, expected, by_its_name):
     umask = os.umask(0o027)
     try:
-        files.replace_file(tmp_path / "key", b"new", mode=None)
+        with files.replaced_file(tmp_path / "key", mode=mode) as file:
+            if by_its_name:
+                safetensors.numpy.save_file({"x": np.zeros(2)}, file.name)  # of a mode of its own
     finally:
         os.umask(umask)
-    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "key").stat().st_mode & 0o777 == expected
 
 
 def test_only_named_files_are_deleted_and_only_emptied_folders(tmp_path):

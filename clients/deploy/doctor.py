@@ -36,6 +36,7 @@ def checks(node: Node) -> Iterator[Check]:
     yield from check_server(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield check_port_free("127.0.0.1", node.port)
     yield from separate_users.check_keys(node)
+    yield separate_users.check_deciding(node)
     yield check_policy(vault.policy)
     yield check_ledger(vault.ledger)
     if vault.data:

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from fedpriv import config
 from fedpriv.errors import InputError
-from fedpriv.files import new_folder, replace_file
+from fedpriv.files import new_folder, read_text, replace_file, write_new
 from fedpriv.operate.checks import CA_CERTIFICATE
 from fedpriv.operate.command_line import read_settings, validated
 from fedpriv.operate.flower import CONNECTION, flwr
@@ -121,7 +121,7 @@ class Coordinator:
             InputError: the file is no TOML.
         """
         try:
-            known = tomllib.loads(self.connection_file.read_text()) if self.connection_file.exists() else {}
+            known = tomllib.loads(read_text(self.connection_file)) if self.connection_file.exists() else {}
         except ValueError:
             raise InputError(f"{self.connection_file}: is not valid TOML; delete it") from None
         own = {"address": address, "root-certificates": str(self.ca_certificate)}
@@ -229,10 +229,10 @@ def make(
         certificates.make_server_certificate(new, coordinator.addresses, days, passphrase=passphrase)
         parts = (coordinator.flower_home, coordinator.invitations, coordinator.nodes, coordinator.vaults)
         for part in (*parts, coordinator.runs):
-            (new / part.name).mkdir()
-        (new / coordinator.plan.name).write_text(_PLAN_HEADER + tomli_w.dumps(planned or {}))
-        (new / coordinator.approved.name).touch()
-        (new / "coordinator.toml").write_text(tomli_w.dumps(settings))
+            (new / part.name).mkdir(mode=0o755)
+        write_new(new / coordinator.plan.name, (_PLAN_HEADER + tomli_w.dumps(planned or {})).encode())
+        write_new(new / coordinator.approved.name, b"")
+        write_new(new / "coordinator.toml", tomli_w.dumps(settings).encode())
     coordinator.connect(coordinator.address)  # where nothing answers `flwr`, until `start` says otherwise
     return coordinator
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -86,6 +87,17 @@ def test_folder_that_holds_something_is_left_alone(tmp_path):
     with pytest.raises(InputError, match="exists and is not an empty folder"):
         folder.make(tmp_path / "co", addresses=["h.org"], port=9093, days=30, passphrase=PASSPHRASE)
     assert [file.name for file in (tmp_path / "co").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o027])
+def test_whatever_the_umask_nobody_else_changes_what_the_coordinator_made(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        made = folder.make(tmp_path / "co", addresses=["::1"], port=9093, days=30, passphrase=PASSPHRASE)
+    finally:
+        os.umask(before)
+    assert made.folder.stat().st_mode & 0o777 == 0o700
+    assert [path for path in made.folder.rglob("*") if path.stat().st_mode & 0o022] == []
 
 
 @pytest.mark.parametrize(
