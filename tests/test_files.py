@@ -8,10 +8,26 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fedpriv import files
+from fedpriv import config, files
 from fedpriv.errors import InputError
 from fedpriv.files import Journal, trace_without_message
 from tests.foreign import linked, planted
+
+
+@pytest.mark.parametrize("content", ["Hôpital Ω\n".encode(), "Hôpital Ω\n".encode("utf-8-sig")])
+def test_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path, content):
+    (tmp_path / "text").write_bytes(content)
+    assert files.read_text(tmp_path / "text") == "Hôpital Ω\n"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_other_text_is_refused_until_it_is_saved_as_utf_8(tmp_path, encoding):
+    path = tmp_path / "text"
+    path.write_bytes('name = "Hôpital"\n'.encode(encoding))
+    with pytest.raises(InputError, match=f"^{path}: is not text in UTF-8; save it as UTF-8$"):
+        config.read(path)
+    path.write_text(path.read_text(encoding=encoding), encoding="utf-8")
+    assert config.read(path) == {"name": "Hôpital"}
 
 
 @pytest.fixture

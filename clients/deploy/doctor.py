@@ -141,7 +141,8 @@ def _closed(vault: VaultSettings) -> Check:
 
 
 def _reason(vault: VaultSettings) -> str:
-    return " ".join(vault.closed.read_text(errors="replace").split()) or f"{vault.closed} does not say why"
+    said = vault.closed.read_text(encoding="utf-8", errors="replace").split()
+    return " ".join(said) or f"{vault.closed} does not say why"
 
 
 def reopen(vault: VaultSettings) -> str:

@@ -144,7 +144,7 @@ class Node:
 
     @property
     def deciding(self) -> list[Path]:
-        """The files that decide and the folders that hold them, some of them missing; their owner alone may change them."""
+        """The files that decide, and the folders that hold them, there or not; their owner alone may change them."""
         within = [self.folder, *self.folder.glob("*.toml"), self.vault.peers, *self.vault.peers.glob("*")]
         return [*within, self.approved, self.ca_certificate]
 

@@ -20,7 +20,7 @@ from fedpriv import config
 from fedpriv.errors import FlowerError, InputError, LedgerError
 from fedpriv.files import write_new
 from fedpriv.operate.processes import UTF8
-from fedpriv.texts import VERSION, printable
+from fedpriv.texts import VERSION, escape_what_a_terminal_lacks, printable
 
 Settings = TypeVar("Settings")
 
@@ -108,6 +108,7 @@ def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefi
 
 def run_command_line(app: typer.Typer, name: str) -> None:
     """Run a command line: a user's mistake gives one line on stderr and exit code 2, any other failure exit code 1."""
+    escape_what_a_terminal_lacks()
     try:
         app(prog_name=name)
     except ValueError as error:

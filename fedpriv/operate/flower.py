@@ -19,7 +19,7 @@ from typing import Any
 from fedpriv.errors import FlowerError
 from fedpriv.files import User
 from fedpriv.operate.checks import LOOPBACK
-from fedpriv.operate.processes import signals_handled_by, start_child
+from fedpriv.operate.processes import UTF8, signals_handled_by, start_child
 
 CONNECTION = "federation"
 
@@ -61,7 +61,7 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
         extra: further variables.
     """
     path = os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)])
-    return {**os.environ, "PATH": path, **settings(home), **extra}
+    return {**os.environ, "PATH": path, **UTF8, **settings(home), **extra}
 
 
 def settings(home: Path) -> dict[str, str]:
@@ -106,7 +106,14 @@ def flwr(home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any
     variables = environment(home, COLUMNS="10000", NO_COLOR="1")
     try:
         done = subprocess.run(
-            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
+            command,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise FlowerError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS:g} s") from None

@@ -128,7 +128,7 @@ def _is_marked(process: int, mark: str, users: Collection[int]) -> bool:
 def _started(process: int) -> int:
     """When a process started, in ticks since boot; 0 if it is over."""
     with suppress(OSError):
-        return int((_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()[19])
+        return int((_PROC / str(process) / "stat").read_bytes().rpartition(b")")[2].split()[19])
     return 0
 
 
@@ -175,7 +175,7 @@ def start_child(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         process_group=0,
         **(user.popen_options if user else {}),

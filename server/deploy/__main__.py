@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from fedpriv.errors import InputError
+from fedpriv.files import read_text
 from fedpriv.operate.checks import check_tls, print_checks
 from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
 from fedpriv.operate.flower import Log
@@ -87,9 +88,9 @@ def _tell_passphrase(file: Path | None, passphrase: str) -> None:
 
 def _first_line(file: Path) -> str:
     try:
-        passphrase = file.read_text().partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--ca-passphrase-file = {file}: {getattr(error, 'strerror', 'is not text')}") from None
+        passphrase = read_text(file).partition("\n")[0].strip()
+    except OSError as error:
+        raise InputError(f"--ca-passphrase-file = {file}: {error.strerror}") from None
     if len(passphrase) < _MIN_PASSPHRASE:
         raise InputError(f"--ca-passphrase-file = {file}: its first line needs {_MIN_PASSPHRASE} characters")
     return passphrase

@@ -147,7 +147,7 @@ def owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     for table, family, prefix in (("tcp", socket.AF_INET, ""), ("tcp6", socket.AF_INET6, "::ffff:")):
         file = Path("/proc/net", table)
         ends = [_as_listed(socket.inet_pton(family, prefix + host), port) for host, port in (client, server)]
-        for line in file.read_text().splitlines()[1:] if file.exists() else ():
+        for line in file.read_text(encoding="ascii").splitlines()[1:] if file.exists() else ():
             fields = line.split()
             if fields[1:3] == ends and fields[3] == _ESTABLISHED and fields[9] != _NO_INODE:
                 return int(fields[7])

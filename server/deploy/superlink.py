@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedpriv.apps import CHECKOUT, FLOWER_APP
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.files import owner_of
+from fedpriv.files import owner_of, read_text
 from fedpriv.operate.checks import (
     Check,
     check_disk,
@@ -251,7 +251,7 @@ def _certificate(coordinator: Coordinator) -> str:
 def _private_address(coordinator: Coordinator) -> str | None:
     """Where `flwr` reaches the SuperLink; None if the connection's file does not say."""
     try:
-        return str(tomllib.loads(coordinator.connection_file.read_text())["superlink"][CONNECTION]["address"])
+        return str(tomllib.loads(read_text(coordinator.connection_file))["superlink"][CONNECTION]["address"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
