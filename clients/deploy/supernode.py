@@ -34,7 +34,7 @@ from fedpriv.operate.flower import (
     run_and_explain,
     seconds_to_pause,
 )
-from fedpriv.operate.processes import only_start, signals_handled_by, start_child
+from fedpriv.operate.processes import only_start, runs, signals_handled_by, start_child
 
 # Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"
@@ -57,6 +57,11 @@ _END_SECONDS = 90.0
 def program(node: Node) -> list[str]:
     """The program to start, without the arguments of Flower's SuperNode; it runs approved bundles only."""
     return [sys.executable, "-m", f"{__package__}.approved_supernode", str(node.approved)]
+
+
+def is_running(node: Node) -> bool:
+    """Whether a SuperNode of this node runs, by `start` or as a unit."""
+    return runs(program(node)[1:], _user_ids(node))
 
 
 def command(node: Node, key: Path) -> list[str]:

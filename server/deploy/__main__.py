@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from fedpriv.errors import InputError
 from fedpriv.files import read_text
 from fedpriv.operate.checks import check_tls, print_checks
 from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
-from fedpriv.operate.flower import Log
+from fedpriv.operate.flower import Log, use_proxies
 from fedpriv.privacy.ledger import keys
 from server.deploy import certificates, membership, runs, superlink
 from server.deploy import folder as folders
@@ -36,6 +37,7 @@ def deploy() -> None:
 
     Example: fedpriv coordinator init ~/federation --address fl.example.org
     """
+    use_proxies(partial(typer.echo, err=True))
 
 
 @app.command()
@@ -208,6 +210,7 @@ def renew(
     Example: fedpriv coordinator renew ~/federation --ca-key /media/stick/ca.key
     """
     coordinator = Coordinator.read(folder)
+    certificates.check_lasting(coordinator.folder, coordinator.addresses)
     certificates.make_server_certificate(
         coordinator.folder,
         coordinator.addresses,
@@ -217,6 +220,8 @@ def renew(
     )
     until = certificates.valid_until(coordinator.server_certificate)
     typer.echo(f"certificate valid until {until:%Y-%m-%d}; restart the SuperLink to use it")
+    if certificates.is_ending(certificates.valid_until(coordinator.ca_certificate)):
+        typer.echo(f"note: {certificates.cure(coordinator.folder)}")
 
 
 def _passphrase(file: Path | None) -> str:

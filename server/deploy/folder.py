@@ -7,13 +7,15 @@ other what its vault says.
 from __future__ import annotations
 
 import ipaddress
+import socket
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config
@@ -49,6 +51,12 @@ class Coordinator:
     port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
     metrics: bool = False
 
+    @field_validator("addresses")
+    @classmethod
+    def _in_one_form(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Addresses as certificates have them: `2001:DB8::5` is `2001:db8::5`."""
+        return tuple(certificates.host_in_one_form(address) for address in value)
+
     @staticmethod
     def read(folder: Path) -> Coordinator:
         """The settings in a folder that `make` created.
@@ -70,19 +78,20 @@ class Coordinator:
 
     @property
     def bind_host(self) -> str:
-        """The address on which the SuperLink listens: every one, or loopback if the federation is on this machine."""
-        try:
-            address = ipaddress.ip_address("127.0.0.1" if self.host == "localhost" else self.host)
-        except ValueError:
-            return "0.0.0.0"
-        if address.is_loopback:
-            return str(address)
-        return "::" if address.version == 6 else "0.0.0.0"
+        """The address on which the SuperLink listens: loopback if the federation is on this machine, or else every one.
+
+        A name may stand for IPv4, IPv6 or both, and elsewhere for others than here.
+        """
+        host = "127.0.0.1" if self.host == "localhost" else self.host
+        with suppress(ValueError):
+            if ipaddress.ip_address(host).is_loopback:
+                return host
+        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
     @property
     def local_host(self) -> str:
         """The address at which this machine itself reaches the SuperLink, independent of any routers."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind_host, self.bind_host)
+        return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(self.bind_host, self.bind_host)
 
     @property
     def ca_certificate(self) -> Path:
@@ -219,8 +228,6 @@ def make(
     Raises:
         InputError: a value cannot be used; nothing was written.
     """
-    for address in addresses:
-        certificates.check_host(address)
     config.parse(planned or {})
     settings = {"version": 1, "addresses": list(addresses), "port": port, **({"metrics": True} if metrics else {})}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())

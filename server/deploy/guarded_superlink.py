@@ -57,6 +57,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedpriv import errors
 from fedpriv.operate.approvals import install, is_approved
+from fedpriv.operate.checks import listening
 from fedpriv.operate.processes import Kept, end_with_parent
 from server.deploy.folder import Coordinator
 
@@ -273,8 +274,7 @@ def main() -> None:
     coordinator = Coordinator.read(Path(folder))
     for name in _OTHER_APIS:
         os.environ.pop(name, None)
-    family = socket.AF_INET6 if ":" in coordinator.bind_host else socket.AF_INET
-    public = socket.create_server((coordinator.bind_host, coordinator.port), family=family)
+    public = listening(coordinator.bind_host, coordinator.port)
     private = socket.create_server((_LOOPBACK, 0))
     port = private.getsockname()[1]
     coordinator.connect(f"{_LOOPBACK}:{port}")

@@ -1,7 +1,9 @@
 """`doctor` passes no node that leaves to a coordinator what its operator must decide, and opens no record."""
 
 import os
+import socket
 import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 
@@ -198,6 +200,20 @@ def test_a_closed_node_stays_closed_until_it_is_opened(node):
     assert failed(node) == {}
     with pytest.raises(InputError, match="the node is open"):
         doctor.reopen(node.vault)
+
+
+def test_a_node_that_runs_needs_no_free_port(node, monkeypatch):
+    """Another program there, or the SuperNode of another node, is still in its way."""
+    with socket.create_server(("127.0.0.1", node.port)):
+        assert "stop the program that uses it" in failed(node)["port"]
+        other = replace(node, vault=replace(node.vault, folder=node.folder.parent))
+        for runs, expected in ((other, {"port"}), (node, set())):
+            command = ["sleep", *supernode.program(runs)[1:]]  # as the SuperNode's, but for its program
+            code = "import sys, time; print(flush=True); time.sleep(60)"
+            with subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.PIPE) as process:
+                process.stdout.readline()
+                assert set(failed(node)) == expected
+                process.kill()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
