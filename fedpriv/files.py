@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, or deleted by name, their users, and logs of one JSON line an event."""
+"""Files that are written whole or not at all, or deleted by name, their texts, modes and users, and logs of events."""
 
 from __future__ import annotations
 
@@ -70,6 +70,19 @@ class User:
     def popen_options(self) -> dict[str, Any]:
         """Options of `subprocess.Popen` that start a process of this user; only root may use them."""
         return {"user": self.uid, "group": self.gid, "extra_groups": list(self.groups)}
+
+
+def read_text(path: Path) -> str:
+    """The text of a file: UTF-8 whatever this machine's encoding is, without the mark that some editors put before it.
+
+    Raises:
+        InputError: it holds anything else.
+        OSError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not text in UTF-8; save it as UTF-8") from None
 
 
 def write_new(path: Path, content: bytes, *, mode: int | None = 0o644) -> None:
@@ -222,10 +235,9 @@ def _finished(file: BufferedWriter, mode: int | None, owner: User | None = None)
     file.flush()
     with Path(file.name).open("rb") as written:  # who writes by the name may have put another file there
         os.fsync(written.fileno())
-    if mode is not None:
-        os.fchmod(file.fileno(), mode)
-    if owner is not None:
-        os.fchown(file.fileno(), owner.uid, owner.gid)
+        os.fchmod(written.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) if mode is None else mode)
+        if owner is not None:
+            os.fchown(written.fileno(), owner.uid, owner.gid)
     return Path(file.name)
 
 

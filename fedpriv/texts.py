@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
@@ -18,6 +20,12 @@ VERSION = "0.2.0"
 def printable(text: object) -> str:
     """The text without control characters: names and reasons come from others, and must not control the terminal."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
+
+
+def escape_what_a_terminal_lacks() -> None:
+    """Show what the encoding of standard output lacks, such as a name in Greek, as escapes instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def visible(text: str) -> str:

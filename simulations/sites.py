@@ -286,7 +286,8 @@ def run_in_process(app: typer.Typer, name: str, *arguments: object) -> Completed
     """Run `python -m NAME ARGUMENTS` in this process, without the seconds that a new interpreter takes."""
     out, err, command = io.StringIO(), io.StringIO(), [name, *map(str, arguments)]
     code = 0
-    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    argv, variables = mock.patch.object(sys, "argv", command), mock.patch.dict(os.environ)
+    with argv, variables, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             run_command_line(app, name)
         except SystemExit as ended:

@@ -4,12 +4,30 @@ import errno
 import json
 import os
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
-from fedpriv import files
+from fedpriv import config, files
 from fedpriv.errors import InputError
 from fedpriv.files import Journal, trace_without_message
 from tests.foreign import linked, planted
+
+
+@pytest.mark.parametrize("content", ["Hôpital Ω\n".encode(), "Hôpital Ω\n".encode("utf-8-sig")])
+def test_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path, content):
+    (tmp_path / "text").write_bytes(content)
+    assert files.read_text(tmp_path / "text") == "Hôpital Ω\n"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_other_text_is_refused_until_it_is_saved_as_utf_8(tmp_path, encoding):
+    path = tmp_path / "text"
+    path.write_bytes('name = "Hôpital"\n'.encode(encoding))
+    with pytest.raises(InputError, match=f"^{path}: is not text in UTF-8; save it as UTF-8$"):
+        config.read(path)
+    path.write_text(path.read_text(encoding=encoding), encoding="utf-8")
+    assert config.read(path) == {"name": "Hôpital"}
 
 
 @pytest.fixture
@@ -82,13 +100,17 @@ def test_what_was_written_by_the_name_is_on_the_disk_before_it_takes_its_place(t
     assert (tmp_path / "key").stat().st_ino in flushed
 
 
-def test_without_a_mode_a_file_has_what_the_process_gives_to_new_files(tmp_path):
+@pytest.mark.parametrize("by_its_name", [False, True])
+@pytest.mark.parametrize(("mode", "expected"), [(None, 0o640), (0o644, 0o644), (0o600, 0o600)])
+def test_without_a_mode_a_file_has_what_the_process_gives_to_new_files(tmp_path, mode, expected, by_its_name):
     umask = os.umask(0o027)
     try:
-        files.replace_file(tmp_path / "key", b"new", mode=None)
+        with files.replaced_file(tmp_path / "key", mode=mode) as file:
+            if by_its_name:
+                safetensors.numpy.save_file({"x": np.zeros(2)}, file.name)  # of a mode of its own
     finally:
         os.umask(umask)
-    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "key").stat().st_mode & 0o777 == expected
 
 
 def test_only_named_files_are_deleted_and_only_emptied_folders(tmp_path):

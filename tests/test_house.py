@@ -142,6 +142,26 @@ def test_no_room_imports_what_another_keeps_to_itself():
     assert not direct
 
 
+def test_every_text_has_an_encoding_of_its_own():
+    """That of the machine is not the product's: what one machine writes, another reads."""
+
+    def lacks_one(call: ast.Call) -> bool:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        given = {keyword.arg for keyword in call.keywords}
+        modes = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        return "encoding" not in given and (
+            (name in ("read_text", "write_text") and isinstance(call.func, ast.Attribute))  # ours is a function
+            or (name in ("run", "Popen") and "text" in given)
+            or (name in ("open", "fdopen") and any(re.fullmatch("[rwax]t?[+]?", mode) for mode in modes))
+        )
+
+    blind = ["path.read_text()", "subprocess.run(a, text=True)", "path.open('w', newline='')"]
+    assert all(lacks_one(ast.parse(line).body[0].value) for line in blind), "the check would be blind"
+    product = {name: module for name, module in house().modules.items() if not name.startswith("simulations")}
+    calls = [(name, node) for name, module in product.items() for node in ast.walk(ast.parse(module.source))]
+    assert not [f"{name}:{node.lineno}" for name, node in calls if isinstance(node, ast.Call) and lacks_one(node)]
+
+
 def test_a_docstring_begins_with_a_subject_or_a_verb():
     opening = re.compile(r'^\s*"""(What|Of|Whom|Who) ', re.MULTILINE)
     assert opening.search('    """What a round costs."""'), "the check would be blind"

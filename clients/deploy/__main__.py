@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from fedpriv.holder.vault.settings import approved_peers
 from fedpriv.operate import approvals
 from fedpriv.operate.checks import print_checks
 from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
-from fedpriv.operate.flower import Log
+from fedpriv.operate.flower import Log, use_proxies
 from fedpriv.operate.joining import Roster, read
 from fedpriv.operate.processes import end_with_parent
 
@@ -55,6 +56,7 @@ def deploy() -> None:
 
     Example: fedpriv node init ~/node --invite invitation.toml --fingerprint ABCD-EFGH-IJKL-MNOP-QRST
     """
+    use_proxies(partial(typer.echo, err=True))
 
 
 @app.command(cls=NotedCommand)

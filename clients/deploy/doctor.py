@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from clients.deploy import records, separate_users
+from clients.deploy import records, separate_users, supernode
 from clients.deploy.admission import peers_summary
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError, LedgerError
@@ -25,6 +25,7 @@ from fedpriv.privacy.ledger.receipts import chains_of
 
 _MIN_DISK_BYTES = 2**30
 _ANSWER_SECONDS = 5.0
+_HOST = "127.0.0.1"
 
 _UNREGISTERED = "holds no data set; restore the ledger that `init` made, or make a new folder with `init`"
 
@@ -34,8 +35,9 @@ def checks(node: Node) -> Iterator[Check]:
     vault = node.vault
     yield from check_programs()
     yield from check_server(node.superlink_host, node.superlink_port, node.ca_certificate)
-    yield check_port_free("127.0.0.1", node.port)
+    yield _port(node)
     yield from separate_users.check_keys(node)
+    yield separate_users.check_deciding(node)
     yield check_policy(vault.policy)
     yield check_ledger(vault.ledger)
     if vault.data:
@@ -48,6 +50,14 @@ def checks(node: Node) -> Iterator[Check]:
     yield check_disk(node.folder, _MIN_DISK_BYTES)
 
 
+def _port(node: Node) -> Check:
+    """Whether the node can listen, or does so already."""
+    free = check_port_free(_HOST, node.port)
+    if not free.ok and supernode.is_running(node):
+        return Check("port", True, f"{_HOST}:{node.port}: the node runs, and its SuperNode listens there")
+    return free
+
+
 def health(node: Node) -> Iterator[Check]:
     """Whether the vault takes requests, and the SuperNode runs, which it does once it is admitted."""
     with socket.socket(socket.AF_UNIX) as connection:
@@ -57,7 +67,7 @@ def health(node: Node) -> Iterator[Check]:
             yield Check("vault", True, f"listens on {node.vault.socket}")
         except OSError as error:
             yield Check("vault", False, f"{node.vault.socket}: {error.strerror or 'no answer'}")
-    running = not check_port_free("127.0.0.1", node.port).ok
+    running = not check_port_free(_HOST, node.port).ok
     yield Check("supernode", running, "runs" if running else "does not run, or is not admitted yet")
 
 
@@ -140,7 +150,8 @@ def _closed(vault: VaultSettings) -> Check:
 
 
 def _reason(vault: VaultSettings) -> str:
-    return " ".join(vault.closed.read_text(errors="replace").split()) or f"{vault.closed} does not say why"
+    said = vault.closed.read_text(encoding="utf-8", errors="replace").split()
+    return " ".join(said) or f"{vault.closed} does not say why"
 
 
 def reopen(vault: VaultSettings) -> str:

@@ -22,7 +22,7 @@ from clients.deploy.admission import check_survivors
 from clients.deploy.records import Found
 from fedpriv import config
 from fedpriv.errors import InputError
-from fedpriv.files import new_folder, owner_for, replace_file
+from fedpriv.files import new_folder, owner_for, replace_file, write_new
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, models_text
@@ -143,6 +143,12 @@ class Node:
         return self.folder / "flower"
 
     @property
+    def deciding(self) -> list[Path]:
+        """The files that decide, and the folders that hold them, there or not; their owner alone may change them."""
+        within = [self.folder, *self.folder.glob("*.toml"), self.vault.peers, *self.vault.peers.glob("*")]
+        return [*within, self.approved, self.ca_certificate]
+
+    @property
     def node_config_file(self) -> Path:
         """The file that passes `node_config` to Flower."""
         return self.flower_home / "node-config.toml"
@@ -190,14 +196,14 @@ def make(
     with new_folder(node.folder) as new:
         keys.make_key_pair(new / node.key.name, keys.NODE)
         keys.make_key_pair(new / vault.key.name)
-        (new / node.application.name).write_text(_application(node, new))
-        (new / node.ca_certificate.name).write_text(invitation.ca)
-        (new / FILE).write_text(_NODE_HEADER + tomli_w.dumps(connection))
-        (new / vault_settings.FILE).write_text(_VAULT_HEADER + tomli_w.dumps(_plain(values)))
-        (new / vault.policy.name).write_text(policy_text())
-        (new / vault.models.name).write_text(models_text(()))
-        (new / node.approved.name).write_text(_APPROVED_HEADER)
-        (new / node.flower_home.name).mkdir()
+        write_new(new / node.application.name, _application(node, new).encode())
+        write_new(new / node.ca_certificate.name, invitation.ca.encode())
+        write_new(new / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode())
+        write_new(new / vault_settings.FILE, (_VAULT_HEADER + tomli_w.dumps(_plain(values))).encode())
+        write_new(new / vault.policy.name, policy_text().encode())
+        write_new(new / vault.models.name, models_text(()).encode())
+        write_new(new / node.approved.name, _APPROVED_HEADER.encode())
+        (new / node.flower_home.name).mkdir(mode=0o700)
         ledger = vault.ledger_file or new / vault.ledger.name
         data_set = records.register(vault, ledger, found) if found else None
         if vault.counter_file is not None:

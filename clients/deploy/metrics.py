@@ -115,8 +115,9 @@ def _coordinator(node: Node) -> Iterator[Metric]:
     yield gauge(*up, 1.0)
     days = (sight.valid_until - time.time()) / _SECONDS_OF_A_DAY
     yield gauge("fedpriv_certificate_days_left", "Days until the coordinator's certificate expires.", days)
-    ahead = "Seconds by which this machine's clock is ahead of the coordinator's."
-    yield gauge("fedpriv_clock_offset_seconds", ahead, sight.clock_offset)
+    if sight.clock_offset is not None:
+        ahead = "Seconds by which this machine's clock is ahead of the coordinator's."
+        yield gauge("fedpriv_clock_offset_seconds", ahead, sight.clock_offset)
 
 
 class _Account:

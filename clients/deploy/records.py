@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InputError
+from fedpriv.files import read_text
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.texts import counted
@@ -367,7 +368,7 @@ def _plan(path: Path, vault: VaultSettings, data_set: DataSet, delta: float | No
     from fedpriv.privacy.accounting.filters import CommittedPlan
 
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_text(path))
         planned = next(each for each in values["clients"] if each["client"] == vault.partition_id)
         found = [events.from_json(json.dumps(each)) for each in planned["events"]]
         share = (planned["delta"] if delta is None else delta) / data_set.delta  # 1 and halves are exact

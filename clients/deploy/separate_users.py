@@ -8,6 +8,8 @@ the vault signs with stays closed to it.
 from __future__ import annotations
 
 import os
+import shlex
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,7 +29,16 @@ from fedpriv.privacy.ledger.keys import Kind
 _PASSABLE = 0o711
 
 _PROBE_SECONDS = 120.0
-_PROBE = "import sys, clients.deploy.approved_supernode; [open(path).close() for path in sys.argv[1:]]"
+# It names the first file that it cannot open.
+_PROBE = """\
+import sys
+for path in sys.argv[1:]:
+    try:
+        open(path, "rb").close()
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}")
+import clients.deploy.approved_supernode
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +126,18 @@ def check_keys(node: Node) -> Iterator[Check]:
     yield found
 
 
+def check_deciding(node: Node) -> Check:
+    """Whether nobody but the folder's owner and root can change what decides on this node."""
+    owner, found = node.folder.stat().st_uid, {path: path.stat() for path in node.deciding if path.exists()}
+    if foreign := [str(path) for path, status in found.items() if status.st_uid not in (0, owner)]:
+        detail = f"{foreign[0]}: must belong to the owner of {node.folder}; run chown {owner} {shlex.join(foreign)}"
+        return Check("decisions", False, detail)
+    shared = [str(path) for path, status in found.items() if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
+    if shared:
+        return Check("decisions", False, f"{shared[0]}: others can change it; run chmod go-w {shlex.join(shared)}")
+    return Check("decisions", True, f"{len(found)} files and folders, which their owner alone can change")
+
+
 def _check_key(path: Path, kind: Kind) -> Check:
     """Whether a private key of a node can be used and is of its kind, and only its owner can read it."""
     try:
@@ -148,15 +171,21 @@ def _probe(node: Node, client: User, variables: Mapping[str, str]) -> None:
             cwd="/",
             env=dict(variables),
             capture_output=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
             timeout=_PROBE_SECONDS,
             **client.popen_options,
         )
-        is_able = done.returncode == 0
+        code, said = done.returncode, done.stderr.strip().rpartition("\n")[2]
     except (OSError, subprocess.TimeoutExpired):
-        is_able = False
-    if not is_able:
+        code, said = 1, ""
+    if code and said.startswith(tuple(f"{path}: " for path in paths)):
         raise InputError(
-            f"client_user = {client.name!r}: cannot run {sys.executable} with this checkout, or reach {node.folder}; "
-            "install and keep both where that user may read"
+            f"client_user = {client.name!r}: cannot read {said}; run chmod a+r on it, and a+x on the folders above"
+        )
+    if code:
+        raise InputError(
+            f"client_user = {client.name!r}: cannot run {sys.executable} with this checkout; "
+            "install both where that user may read"
         )

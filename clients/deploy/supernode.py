@@ -34,7 +34,7 @@ from fedpriv.operate.flower import (
     run_and_explain,
     seconds_to_pause,
 )
-from fedpriv.operate.processes import only_start, signals_handled_by, start_child
+from fedpriv.operate.processes import only_start, runs, signals_handled_by, start_child
 
 # Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"
@@ -57,6 +57,11 @@ _END_SECONDS = 90.0
 def program(node: Node) -> list[str]:
     """The program to start, without the arguments of Flower's SuperNode; it runs approved bundles only."""
     return [sys.executable, "-m", f"{__package__}.approved_supernode", str(node.approved)]
+
+
+def is_running(node: Node) -> bool:
+    """Whether a SuperNode of this node runs, by `start` or as a unit."""
+    return runs(program(node)[1:], _user_ids(node))
 
 
 def command(node: Node, key: Path) -> list[str]:
@@ -127,9 +132,11 @@ def prepare(node: Node) -> Users:
     """Make a node's folder ready for its SuperNode, and return whose processes it and the vault are.
 
     Raises:
-        InputError: one of its keys cannot be used, or the SuperNode cannot run as the user that it should.
+        InputError: one of its keys cannot be used, the SuperNode cannot run as the user that it should, or that user
+            and others could change what decides.
     """
-    for check in separate_users.check_keys(node):
+    opened = [separate_users.check_deciding(node)] if node.vault.client_user else []
+    for check in (*opened, *separate_users.check_keys(node)):
         if not check.ok:
             raise InputError(check.detail)
     users = separate_users.prepared(node, _environment(node))
@@ -298,7 +305,7 @@ def units(node: Node) -> list[Unit]:
             f"client_user = {client.name!r}: systemd knows users, and the owner of {folder}, by name alone"
         )
     name = unit_name("vault", folder)
-    data = [vault.data] if vault.data else []
+    data, counted = ([path] if path else [] for path in (vault.data, vault.counter_file))
     return [
         Unit(
             name=name,
@@ -307,7 +314,8 @@ def units(node: Node) -> list[Unit]:
             folder=folder,
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
-            writable=[folder, *([vault.counter_file] if vault.counter_file else [])],
+            # Beside a ledger, SQLite keeps files of its own.
+            writable=[*sorted({folder, vault.ledger.parent}), *counted],
             read_only=data,
             networked=False,
         ),
@@ -321,11 +329,12 @@ def units(node: Node) -> list[Unit]:
             variables=python_path(CHECKOUT),
             writable=[node.flower_home],
             hidden=[
-                *data,
+                *(*data, *counted),
                 *(vault.ledger, vault.tokens, node.key, vault.key, vault.policy),
                 *(vault.events, vault.log, vault.receipts),
                 history.path_in(folder),
             ],
+            port=node.port,
             after=[f"{name}.service"],
         ),
         *([metrics.unit(node)] if node.metrics else []),

@@ -242,7 +242,7 @@ def _read_scores(path: Path, required: Sequence[str], optional: Sequence[str] = 
     import numpy as np
 
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
     except FileNotFoundError:
         raise InputError(f"scores = {str(path)!r}: no such file") from None

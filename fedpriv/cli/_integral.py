@@ -398,6 +398,7 @@ def write_means(
     import torch
     from safetensors.torch import save_file
 
+    from fedpriv.files import replaced_file
     from fedpriv.methods.integral import from_vectors
 
     out.mkdir(parents=True, exist_ok=True)
@@ -411,7 +412,8 @@ def write_means(
             "k": str(cluster.anonymity.k),
         }
         path = out / f"mean-{number}.safetensors"
-        save_file({name: value.contiguous() for name, value in named.items()}, path, metadata=about)
+        with replaced_file(path) as file:
+            save_file({name: value.contiguous() for name, value in named.items()}, file.name, metadata=about)
         paths.append(path)
     return paths
 

@@ -67,7 +67,7 @@ def account(
     from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
     from fedpriv.privacy.accounting.lmo_renyi import divergences
 
-    of = Columns.of(LmoParameters.from_json(params.read_text(encoding="utf-8", errors="replace")))
+    of = Columns.of(LmoParameters.from_json(params.read_text(encoding="utf-8-sig", errors="replace")))
     values = {
         "order": order,
         "dimension": dimension,
@@ -234,7 +234,7 @@ def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -
     given: Any = {}
     if ranges is not None:
         try:
-            given = json.loads(ranges.read_text(encoding="utf-8", errors="replace"))
+            given = json.loads(ranges.read_text(encoding="utf-8-sig", errors="replace"))
         except (ValueError, RecursionError):
             raise InputError(f"ranges = {str(ranges)!r}: must be JSON, {{name: [low, high]}}") from None
     if not isinstance(given, dict) or set(given) - set(RANGES):

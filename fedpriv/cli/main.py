@@ -21,7 +21,7 @@ from fedpriv.cli._costs import account, calibrate, communication, repeat_and_sel
 from fedpriv.cli._plan import plan
 from fedpriv.cli._runs import card, export, predict, push, report, status, watch
 from fedpriv.errors import FlowerError, InputError, LedgerError, StoreError
-from fedpriv.texts import VERSION, printable
+from fedpriv.texts import VERSION, escape_what_a_terminal_lacks, printable
 
 # {name: (module of the programs, its command or none for all of them, what --help lists)}
 _PROGRAMS = {
@@ -114,6 +114,7 @@ def fedpriv_command(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script, which ends in SystemExit: 0 for success, 1 for a failure, 2 for a user's mistake."""
+    escape_what_a_terminal_lacks()
     try:
         with naming_extras():
             app(arguments, prog_name="fedpriv")

@@ -22,6 +22,7 @@ from fedpriv.config._recipes import BY_RECIPE
 from fedpriv.config._run_config import RunConfig
 from fedpriv.config._section import Fact, split
 from fedpriv.errors import InputError
+from fedpriv.files import read_text
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 
 KEYS = tuple(field.name for field in fields(RunConfig))
@@ -95,10 +96,10 @@ def read(path: Path) -> dict[str, Any]:
         InputError: the file is missing, cannot be read, or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such configuration file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path}: not a TOML file ({error})") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
@@ -268,7 +269,7 @@ def with_mechanism_parameters(config: RunConfig) -> RunConfig:
     text = config.mechanism_parameters
     if config.mechanism_parameters_are_a_file:
         try:
-            text = Path(text.strip()).read_text(encoding="utf-8")
+            text = read_text(Path(text.strip()))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "no text"
             raise InputError(f"mechanism_parameters = {text!r}: cannot be read ({reason})") from None

@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.files import replace_file
+from fedpriv.files import read_text, replace_file
 from fedpriv.operate.flower import environment, program_folder
 
 # Flower's own, whose lines an operator reads.
@@ -37,7 +37,7 @@ def approved(file: Path) -> frozenset[str]:
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file; make the folder with `init` first")
-    lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+    lines = [line.partition("#")[0].strip() for line in read_text(file).splitlines()]
     for number, text in enumerate(lines, start=1):
         if text and not _DIGEST.fullmatch(text):
             raise InputError(f"{file}: line {number} = {text!r}: must be a SHA-256 of 64 lowercase hex digits")
@@ -67,8 +67,8 @@ def approve(file: Path, digest: str) -> bool:
         raise InputError(f"FAB_HASH = {digest!r}: must be a SHA-256 of 64 lowercase hex digits")
     if digest in approved(file):
         return False
-    text = file.read_text()
-    with file.open("a") as opened:
+    text = read_text(file)
+    with file.open("a", encoding="utf-8") as opened:
         opened.write(f"{'' if text.endswith(chr(10)) or not text else chr(10)}{digest}\n")
     return True
 
@@ -142,7 +142,8 @@ def bundle_of(app: Path) -> bytes:
             cwd=folder,
             env=environment(folder / "flower"),
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
         )
         bundles = list(folder.glob("*.fab"))
@@ -157,7 +158,7 @@ def _bundled(app: Path) -> Iterator[Path]:
     None but those that decide what is bundled if the app's settings cannot be read, of which Flower then tells.
     """
     try:
-        settings = tomllib.loads((app / "pyproject.toml").read_text())
+        settings = tomllib.loads(read_text(app / "pyproject.toml"))
         patterns = settings["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
         found = [file for pattern in patterns for file in app.glob(pattern)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -176,7 +177,8 @@ def note_on(checkout: Path) -> str:
         ["git", "status", "--porcelain", "--", "clients", "server", "pyproject.toml", "README.md", "LICENSE"],
         cwd=checkout,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         check=False,
     )
     files = [line[3:] for line in done.stdout.splitlines()]

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import base64
+import errno
 import platform
 import random
+import re
 import shutil
 import socket
 import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from typing import TYPE_CHECKING
+from urllib.request import getproxies
 
 from cryptography import x509
 
 from fedpriv.errors import FlowerError, InputError, LedgerError
+
+if TYPE_CHECKING:
+    import httpx
 
 CA_CERTIFICATE = "ca.crt"
 """The file with the certificate of the federation's authority, in a coordinator's folder and in each node's."""
@@ -32,6 +36,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _TIMEOUT_SECONDS = 5.0
 
+
+_PORT_CURES = {
+    errno.EADDRINUSE: "stop the program that uses it, or choose another port",
+    errno.EACCES: "ports below 1024 are root's: choose another, or run the unit that `units` writes",
+    errno.EADDRNOTAVAIL: "this machine has no such address",
+}
 
 # X509_V_ERR_... of OpenSSL: https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/
 _NOT_YET_VALID, _EXPIRED = 9, 10
@@ -121,40 +131,54 @@ def check_tls(host: str, port: int, ca: Path) -> Check:
     if (context := _context(ca)) is None:
         return Check("tls", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
     try:
-        connection = _opened(host, port)
-    except socket.gaierror:
-        return Check("tls", False, f"{where}: the host name {host!r} is unknown")
+        until = sight_of_server(host, port, context).valid_until
     except OSError as error:
-        return Check("tls", False, f"{where}: nothing is listening ({error.strerror or 'no answer'})")
-    with connection:
-        try:
-            with context.wrap_socket(connection, server_hostname=host) as secured:
-                until = dict(secured.getpeercert() or {}).get("notAfter")
-        except ssl.SSLCertVerificationError as error:
-            return Check("tls", False, f"{where}: {_certificate_error(error, host)}")
-        except OSError:  # this includes ssl.SSLError; a server without TLS may cause other errors
-            return Check("tls", False, f"{where}: speaks no TLS; is this the SuperLink's port?")
-    return Check("tls", True, f"{where}: certificate valid until {until}")
+        return Check("tls", False, f"{where}: {_no_answer(error, host)}{_by_proxy()}")
+    return Check(
+        "tls", True, f"{where}: certificate valid until {datetime.fromtimestamp(until, UTC):%Y-%m-%d %H:%M} UTC"
+    )
 
 
-def _connected(host: str, port: int, context: ssl.SSLContext) -> HTTPSConnection:
-    """A connection to a server, through the machine's proxy where it has one."""
-    connection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=context)
-    connection.sock = context.wrap_socket(_opened(host, port), server_hostname=host)
-    return connection
+def _no_answer(error: OSError, host: str) -> str:
+    """The reason why a server gives no answer."""
+    if isinstance(error, socket.gaierror):
+        return f"the host name {host!r} is unknown"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _certificate_error(error, host)
+    if isinstance(error, (ssl.SSLError, ConnectionResetError)):
+        return "speaks no TLS; is this the SuperLink's port?"
+    return f"nothing is listening ({error.strerror or str(error) or 'no answer'})"
 
 
-def _opened(host: str, port: int) -> socket.socket:
-    """A socket to an address, through the proxy that Flower's client would take, as HTTPS_PROXY and NO_PROXY say."""
-    proxy = urlsplit(getproxies().get("https", ""))
-    if not proxy.hostname or host in LOOPBACK or proxy_bypass(host):
-        return socket.create_connection((host, port), timeout=_TIMEOUT_SECONDS)
-    tunnel = HTTPConnection(proxy.hostname, proxy.port or 80, timeout=_TIMEOUT_SECONDS)
-    user = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}".encode()
-    known = {"Proxy-Authorization": f"Basic {base64.b64encode(user).decode()}"} if proxy.username else {}
-    tunnel.set_tunnel(host, port, known)
-    tunnel.connect()
-    return tunnel.sock
+def _by_proxy() -> str:
+    """The proxies that may be why there is no answer, without passwords; empty if there are none."""
+    known = {f"{scheme.upper()}_PROXY": url for scheme, url in getproxies().items() if scheme in ("https", "all")}
+    shown = ", ".join(f"{name} = {re.sub('//[^@/]*@', '//...@', url)}" for name, url in known.items())
+    return f"; {shown} may stand between" if shown else ""
+
+
+@contextmanager
+def _client(context: ssl.SSLContext) -> Iterator[httpx.Client]:
+    """The client that Flower's programs use too, so that both take the same way, by the same proxies.
+
+    Raises:
+        OSError: no answer, as the socket or TLS had it.
+    """
+    import httpx  # Flower brings it
+
+    try:
+        with httpx.Client(verify=context, timeout=_TIMEOUT_SECONDS) as client:
+            yield client
+    except httpx.TransportError as error:
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)
+        found = next((cause for cause in reversed(causes) if isinstance(cause, OSError)), None)
+        raise (found or ConnectionError(None, str(error))) from None
+
+
+def _url(host: str, port: int, path: str = "/") -> str:
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}{path}"
 
 
 def _check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -> Check:
@@ -163,9 +187,9 @@ def _check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -
         return Check("clock", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
     try:
         offset = sight_of_server(host, port, context).clock_offset
-    except (OSError, HTTPException):
+    except OSError:
         return Check("clock", False, f"{host}:{port}: sent no date; see the TLS check")
-    except (TypeError, ValueError):
+    if offset is None:
         return Check("clock", False, f"{host}:{port}: sent no date; is this the SuperLink's port?")
     detail = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} {host}"
     if abs(offset) > tolerance_seconds:
@@ -179,32 +203,30 @@ class ServerSight:
 
     Attributes:
         valid_until: end of the certificate's validity, in seconds since the epoch.
-        clock_offset: seconds by which this machine's clock is ahead, to about half a second.
+        clock_offset: seconds by which this machine's clock is ahead, to about half a second; None if nothing says.
     """
 
     valid_until: float
-    clock_offset: float
+    clock_offset: float | None
 
 
 def sight_of_server(host: str, port: int, trusted: Path | ssl.SSLContext) -> ServerSight:
     """The certificate and the clock of a server, whose responses are dated to the second.
 
     Raises:
-        OSError, HTTPException: it does not answer, or its certificate is not valid.
-        TypeError, ValueError: it sends no date.
+        OSError: it does not answer, or its certificate is not valid.
     """
     context = ssl.create_default_context(cafile=str(trusted)) if isinstance(trusted, Path) else trusted
-    connection = _connected(host, port, context)
-    try:
-        certificate = dict(connection.sock.getpeercert() or {})
-        start = time.time()
-        connection.request("HEAD", "/")
-        date = connection.getresponse().headers["Date"]
+    start = time.time()
+    with _client(context) as client, client.stream("HEAD", _url(host, port)) as response:
         local = (start + time.time()) / 2
-    finally:
-        connection.close()
-    offset = local - parsedate_to_datetime(date).timestamp() - 0.5
-    return ServerSight(ssl.cert_time_to_seconds(str(certificate["notAfter"])), offset)
+        certificate = response.extensions["network_stream"].get_extra_info("ssl_object").getpeercert()
+        date = response.headers.get("Date", "")
+    try:
+        offset = local - parsedate_to_datetime(date).timestamp() - 0.5
+    except (TypeError, ValueError):
+        offset = None
+    return ServerSight(ssl.cert_time_to_seconds(certificate["notAfter"]), offset)
 
 
 def _check_door(host: str, port: int, ca: Path) -> Check:
@@ -215,16 +237,15 @@ def _check_door(host: str, port: int, ca: Path) -> Check:
     """
     if (context := _context(ca)) is None:
         return Check("door", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
-    let_in = []
+    let_in, kind = [], {"Content-Type": "application/protobuf"}
     for name, (method, path) in _OPERATORS_REQUESTS.items():
         try:
-            with closing(_connected(host, port, context)) as connection:
-                connection.request(method, path, b"", {"Content-Type": "application/protobuf"})
-                response = connection.getresponse()
-                if (response.status, response.read()) != (404, b""):
-                    let_in.append(name)
-        except (OSError, HTTPException):
+            with _client(context) as client:
+                response = client.request(method, _url(host, port, path), content=b"", headers=kind)
+        except OSError:
             return Check("door", False, f"{host}:{port}: gave no answer to {name}; see the TLS check")
+        if (response.status_code, response.content) != (404, b""):
+            let_in.append(name)
     if let_in:
         detail = f"OPEN TO STRANGERS: {', '.join(let_in)}; end it, and start it with `start`"
         return Check("door", False, f"{host}:{port}: {detail}")
@@ -240,17 +261,23 @@ def free_port(ports: range) -> int:
                 return port
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address; `::` stands for every address, IPv4 as well.
+
+    Raises:
+        OSError: it cannot.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
+
+
 def check_port_free(host: str, port: int) -> Check:
     """Whether a server can listen at the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        listening(host, port).close()
     except OSError as error:
-        return Check(
-            "port",
-            False,
-            f"{host}:{port}: cannot listen there ({error.strerror}); stop the program that uses it, or choose another",
-        )
+        cure = _PORT_CURES.get(error.errno or 0, "choose another port")
+        return Check("port", False, f"{host}:{port}: cannot listen there ({error.strerror}); {cure}")
     return Check("port", True, f"{host}:{port} is free")
 
 

@@ -19,9 +19,14 @@ from pydantic import ValidationError
 from fedpriv import config
 from fedpriv.errors import FlowerError, InputError, LedgerError
 from fedpriv.files import write_new
-from fedpriv.texts import VERSION, printable
+from fedpriv.operate.processes import UTF8
+from fedpriv.texts import VERSION, escape_what_a_terminal_lacks, printable
 
 Settings = TypeVar("Settings")
+
+# Those below are root's.
+_FIRST_FREE_PORT = 1024
+_CAPABILITIES = "CapabilityBoundingSet", "AmbientCapabilities"
 
 UnitFolder = Annotated[Path | None, typer.Option("--out", help="Folder for the files; without it they are printed.")]
 
@@ -29,8 +34,6 @@ UnitFolder = Annotated[Path | None, typer.Option("--out", help="Folder for the f
 # What none of these services does. No PrivateDevices: a GPU is a device.
 _HARDENING = """\
 NoNewPrivileges=yes
-CapabilityBoundingSet=
-AmbientCapabilities=
 ProtectSystem=strict
 ProtectHome=read-only
 PrivateTmp=yes
@@ -105,6 +108,7 @@ def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefi
 
 def run_command_line(app: typer.Typer, name: str) -> None:
     """Run a command line: a user's mistake gives one line on stderr and exit code 2, any other failure exit code 1."""
+    escape_what_a_terminal_lacks()
     try:
         app(prog_name=name)
     except ValueError as error:
@@ -166,6 +170,7 @@ class Unit:
         read_only: what within that it may only read.
         hidden: what it must not even read.
         networked: whether it has any network; without, Unix sockets are all that it reaches.
+        port: that it listens on; below 1024, root alone could do so without a capability.
         after: further units to start first.
     """
 
@@ -180,6 +185,7 @@ class Unit:
     read_only: Sequence[Path] = ()
     hidden: Sequence[Path] = ()
     networked: bool = True
+    port: int = _FIRST_FREE_PORT
     after: Sequence[str] = ()
 
     def text(self) -> str:
@@ -200,10 +206,11 @@ class Unit:
             f"ExecStart={_command_line(self.command)}",
             f"WorkingDirectory={_escaped(str(self.folder))}",
             f"User={_escaped(self.user)}",
-            *(f"Environment={_quoted(f'{name}={value}')}" for name, value in self.variables.items()),
+            *(f"Environment={_quoted(f'{name}={value}')}" for name, value in {**UTF8, **self.variables}.items()),
             *("Restart=on-failure", "RestartSec=10", "TimeoutStopSec=90", "KillMode=mixed"),
             # What is left must see and say that memory ran out: systemd would end it first, and start it as if new.
             *("OOMPolicy=continue", _HARDENING),
+            *(f"{name}={'CAP_NET_BIND_SERVICE' * (self.port < _FIRST_FREE_PORT)}" for name in _CAPABILITIES),
             *([] if self.networked else ["PrivateNetwork=yes"]),
             f"RestrictAddressFamilies=AF_UNIX{' AF_INET AF_INET6' if self.networked else ''}",
             *(f"ReadWritePaths={_quoted(str(path))}" for path in self.writable),
@@ -215,8 +222,8 @@ class Unit:
 
 
 def unit_name(service: str, folder: Path) -> str:
-    """The name of a service's unit for a folder: `fedpriv-superlink-federation`."""
-    return f"fedpriv-{service}-{re.sub(r'[^A-Za-z0-9_.]', '-', folder.absolute().name)}"
+    """The name of a service's unit for a folder, of all its path: `fedpriv-superlink-srv-federation`."""
+    return f"fedpriv-{service}-{re.sub(r'[^A-Za-z0-9_.]', '-', str(folder.absolute()).strip('/'))}"
 
 
 def _write_units(units: Sequence[Unit], out: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 from fedpriv.errors import FlowerError
 from fedpriv.files import User
 from fedpriv.operate.checks import LOOPBACK
-from fedpriv.operate.processes import signals_handled_by, start_child
+from fedpriv.operate.processes import UTF8, signals_handled_by, start_child
 
 CONNECTION = "federation"
 
@@ -61,7 +62,7 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
         extra: further variables.
     """
     path = os.pathsep.join([str(program_folder()), os.environ.get("PATH", os.defpath)])
-    return {**os.environ, "PATH": path, **settings(home), **extra}
+    return {**os.environ, "PATH": path, **UTF8, **settings(home), **extra}
 
 
 def settings(home: Path) -> dict[str, str]:
@@ -69,15 +70,73 @@ def settings(home: Path) -> dict[str, str]:
 
     They reach each other on this machine without a proxy, whatever the operator's is.
     """
-    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOOPBACK]))
     return {
-        "NO_PROXY": direct,
-        "no_proxy": direct,  # of both, programs read the one or the other
+        **proxies()[0],
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
     }
+
+
+def proxies() -> tuple[dict[str, str], list[str]]:
+    """The proxy variables as Flower's client, httpx, can read them, and a line for each entry that it cannot.
+
+    A variable that is left out is empty: httpx would end the program.
+    """
+    entries = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    exempt = [host for entry in entries if (host := entry.strip().removeprefix("[").removesuffix("]"))]
+    kept = [host for host in exempt if _is_read(f"all://{_bracketed(host)}")]
+    direct = ",".join(dict.fromkeys([*kept, *LOOPBACK]))
+    dropped = [host for host in exempt if host not in kept]
+    lines = [f"NO_PROXY: {host!r} is left out, since Flower reads no such entry; name hosts" for host in dropped]
+    values = {"NO_PROXY": direct, "no_proxy": direct}  # of both, programs read the one or the other
+    for name in (f"{scheme}_PROXY" for scheme in ("HTTPS", "HTTP", "ALL")):
+        for variable in (name, name.lower()):
+            url = os.environ.get(variable, "")
+            if url and not _is_proxy(url if "://" in url else f"http://{url}"):
+                values[variable] = ""
+                lines.append(f"{variable}: is left out, since Flower takes no such proxy; give http://HOST:PORT")
+    return values, lines
+
+
+def use_proxies(say: Callable[[str], None]) -> None:
+    """Let this process read the proxy variables as Flower's programs do, and say which entries are left out."""
+    values, lines = proxies()
+    for line in lines:
+        say(f"note: {line}")
+    os.environ.update(values)
+
+
+def _bracketed(host: str) -> str:
+    """A host as httpx writes it in the pattern of its entry."""
+    if "://" in host:
+        return host.partition("://")[2]
+    try:
+        ipaddress.IPv6Address(host.partition("/")[0])
+    except ValueError:
+        return f"*{host}"
+    return f"[{host}]"
+
+
+def _is_read(pattern: str) -> bool:
+    import httpx
+
+    try:
+        httpx.URL(pattern)
+    except httpx.InvalidURL:
+        return False
+    return True
+
+
+def _is_proxy(url: str) -> bool:
+    import httpx
+
+    try:
+        httpx.HTTPTransport(verify=False, proxy=url).close()
+    except (ImportError, ValueError, httpx.InvalidURL):  # SOCKS needs a package of its own
+        return False
+    return True
 
 
 def python_path(checkout: Path | None) -> dict[str, str]:
@@ -106,7 +165,14 @@ def flwr(home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any
     variables = environment(home, COLUMNS="10000", NO_COLOR="1")
     try:
         done = subprocess.run(
-            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
+            command,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise FlowerError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS:g} s") from None

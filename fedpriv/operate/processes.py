@@ -26,6 +26,9 @@ from fedpriv.files import User
 
 log = logging.getLogger("flwr")  # of the processes that keep another, which are Flower's
 
+UTF8 = {"PYTHONUTF8": "1"}
+"""The variable by which a Python program reads and writes UTF-8, whatever this machine's encoding is."""
+
 _MARK = "FEDPRIV_STARTED_IN"
 _PROC = Path("/proc")
 
@@ -108,6 +111,16 @@ def _end_all(folder: Path, mark: str, users: Collection[int], say: Callable[[str
         time.sleep(_LOOK_SECONDS)
 
 
+def runs(arguments: Sequence[str], users: Collection[int]) -> bool:
+    """Whether a process of these users has these arguments, one after the other; nobody else's counts as theirs."""
+    wanted = b"\0".join([b"", *(os.fsencode(argument) for argument in arguments), b""])
+    for entry in _PROC.glob("[0-9]*"):
+        with suppress(OSError):
+            if entry.stat().st_uid in users and wanted in (entry / "cmdline").read_bytes():
+                return True
+    return False
+
+
 def _marked(mark: str, users: Collection[int]) -> list[int]:
     """The numbers of the processes with this mark, in the order in which they were started."""
     found = [int(entry.name) for entry in _PROC.glob("[0-9]*") if _is_marked(int(entry.name), mark, users)]
@@ -125,7 +138,7 @@ def _is_marked(process: int, mark: str, users: Collection[int]) -> bool:
 def _started(process: int) -> int:
     """When a process started, in ticks since boot; 0 if it is over."""
     with suppress(OSError):
-        return int((_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()[19])
+        return int((_PROC / str(process) / "stat").read_bytes().rpartition(b")")[2].split()[19])
     return 0
 
 
@@ -172,7 +185,7 @@ def start_child(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         process_group=0,
         **(user.popen_options if user else {}),

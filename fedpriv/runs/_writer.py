@@ -194,13 +194,13 @@ class RunWriter:
 
 def _write_table(path: Path, kind: type[RoundRow | ClientRow], rows: Sequence[RoundRow | ClientRow]) -> None:
     """Replace a table atomically."""
-    with replaced_file(path) as whole, Path(whole.name).open("w", newline="") as file:
+    with replaced_file(path) as whole, Path(whole.name).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerow(column_types(kind))
         csv.writer(file).writerows(asdict(row).values() for row in rows)
 
 
 def _append(path: Path, rows: Sequence[RoundRow | ClientRow]) -> None:
-    with path.open("a", newline="") as file:
+    with path.open("a", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(asdict(row).values() for row in rows)
         file.flush()
         os.fsync(file.fileno())
@@ -237,7 +237,7 @@ def _commit() -> str | None:
     """The commit of the checkout that fedpriv was imported from, or None."""
     command = ["git", "-C", str(LIBRARY), "rev-parse", "HEAD"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None

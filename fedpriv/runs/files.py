@@ -25,7 +25,7 @@ from fedpriv import config as configuration
 from fedpriv import texts
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.files import is_free, replaced_file
+from fedpriv.files import is_free, read_text, replaced_file
 
 VERSION = 1
 """That of a run's folder, which its environment.json names."""
@@ -101,7 +101,7 @@ def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """
     loads: Callable[[str], Any] = tomllib.loads if path.suffix == ".toml" else _from_json
     try:
-        values = loads(path.read_text(encoding="utf-8"))
+        values = loads(read_text(path))
     except FileNotFoundError:
         if optional:
             return {}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import secrets
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedpriv.errors import InputError
+from fedpriv.files import read_text
 from fedpriv.operate.checks import check_tls, print_checks
 from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
-from fedpriv.operate.flower import Log
+from fedpriv.operate.flower import Log, use_proxies
 from fedpriv.privacy.ledger import keys
 from server.deploy import certificates, membership, runs, superlink
 from server.deploy import folder as folders
@@ -35,6 +37,7 @@ def deploy() -> None:
 
     Example: fedpriv coordinator init ~/federation --address fl.example.org
     """
+    use_proxies(partial(typer.echo, err=True))
 
 
 @app.command()
@@ -87,9 +90,9 @@ def _tell_passphrase(file: Path | None, passphrase: str) -> None:
 
 def _first_line(file: Path) -> str:
     try:
-        passphrase = file.read_text().partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--ca-passphrase-file = {file}: {getattr(error, 'strerror', 'is not text')}") from None
+        passphrase = read_text(file).partition("\n")[0].strip()
+    except OSError as error:
+        raise InputError(f"--ca-passphrase-file = {file}: {error.strerror}") from None
     if len(passphrase) < _MIN_PASSPHRASE:
         raise InputError(f"--ca-passphrase-file = {file}: its first line needs {_MIN_PASSPHRASE} characters")
     return passphrase
@@ -207,6 +210,7 @@ def renew(
     Example: fedpriv coordinator renew ~/federation --ca-key /media/stick/ca.key
     """
     coordinator = Coordinator.read(folder)
+    certificates.check_lasting(coordinator.folder, coordinator.addresses)
     certificates.make_server_certificate(
         coordinator.folder,
         coordinator.addresses,
@@ -216,6 +220,8 @@ def renew(
     )
     until = certificates.valid_until(coordinator.server_certificate)
     typer.echo(f"certificate valid until {until:%Y-%m-%d}; restart the SuperLink to use it")
+    if certificates.is_ending(certificates.valid_until(coordinator.ca_certificate)):
+        typer.echo(f"note: {certificates.cure(coordinator.folder)}")
 
 
 def _passphrase(file: Path | None) -> str:

@@ -34,21 +34,24 @@ AUTHORITY_DAYS = 3650
 # A node's clock may be slightly behind.
 _CLOCK_ALLOWANCE = timedelta(hours=1)
 
+_WARN_BEFORE = timedelta(days=14)
+
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
 
 
-def make_ca(folder: Path, days: int, *, passphrase: str = "") -> None:
+def make_ca(folder: Path, days: int, *, passphrase: str = "", not_before: datetime | None = None) -> None:
     """Write a certificate authority, `ca.crt` and `ca.key`, into a folder; only its owner can read the key.
 
     Args:
         folder: must exist.
         days: of validity, 1 to 36,500.
         passphrase: that encrypts the key; empty for none.
+        not_before: start of validity; by default an hour ago.
 
     Raises:
         InputError: days is out of range, or the folder already has an authority.
     """
-    start, end = _validity(days, None)
+    start, end = _validity(days, not_before)
     key = ec.generate_private_key(ec.SECP384R1())
     name = _name("fedpriv federation CA")
     certificate = (
@@ -145,13 +148,13 @@ def add_authority(folder: Path, passphrase: str, tell: Callable[[], None]) -> No
         replace_file(folder / CA_KEY, (Path(made) / CA_KEY).read_bytes(), mode=0o600)
 
 
-def check_host(host: str) -> None:
-    """Refuse a host that is neither a DNS name nor an IP address.
+def host_in_one_form(host: str) -> str:
+    """A DNS name as it is, or an IP address in the form that certificates have.
 
     Raises:
-        InputError: names the host.
+        InputError: it is neither, or an address that is of one machine's interface; names the host.
     """
-    _alternative_name(host)
+    return str(_alternative_name(host).value)
 
 
 def valid_until(certificate: Path) -> datetime:
@@ -161,6 +164,30 @@ def valid_until(certificate: Path) -> datetime:
         InputError: the file is missing or is not a certificate.
     """
     return read_certificate(certificate).not_valid_after_utc
+
+
+def check_lasting(folder: Path, address_hosts: Sequence[str]) -> None:
+    """Refuse to renew a server's certificate that lasts as long as its authority, which is about to end, or has ended.
+
+    Raises:
+        InputError: no certificate of the folder's authority would last longer.
+    """
+    ends, own = valid_until(folder / CA_CERTIFICATE), folder / SERVER_CERTIFICATE
+    lasts = own.exists() and valid_until(own) >= ends and set(address_hosts) <= set(hosts_of(own))
+    if ends < datetime.now(UTC) or (lasts and is_ending(ends)):
+        raise InputError(f"certificate = {own}: {cure(folder)}")
+
+
+def is_ending(until: datetime) -> bool:
+    """Whether what is valid until then needs a successor."""
+    return until - datetime.now(UTC) <= _WARN_BEFORE
+
+
+def cure(folder: Path) -> str:
+    """The command that gives a coordinator's folder a certificate that lasts."""
+    if is_ending(ends := valid_until(folder / CA_CERTIFICATE)):
+        return f"its authority ends on {ends:%Y-%m-%d}, and no certificate lasts longer; run `new-authority`"
+    return "run `renew` and restart the SuperLink"
 
 
 def hosts_of(certificate: Path) -> list[str]:
@@ -228,7 +255,8 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 def _alternative_name(host: str) -> x509.GeneralName:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        if "%" not in host:  # what follows names an interface of this machine, which means nothing elsewhere
+            return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         # 300.1.1.1 and 10.0.0 are mistyped addresses, not names.
         if _DNS_NAME.fullmatch(host) and not host.replace(".", "").isdigit():

@@ -7,18 +7,20 @@ other what its vault says.
 from __future__ import annotations
 
 import ipaddress
+import socket
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config
 from fedpriv.errors import InputError
-from fedpriv.files import new_folder, replace_file
+from fedpriv.files import new_folder, read_text, replace_file, write_new
 from fedpriv.operate.checks import CA_CERTIFICATE
 from fedpriv.operate.command_line import read_settings, validated
 from fedpriv.operate.flower import CONNECTION, flwr
@@ -49,6 +51,12 @@ class Coordinator:
     port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
     metrics: bool = False
 
+    @field_validator("addresses")
+    @classmethod
+    def _in_one_form(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Addresses as certificates have them: `2001:DB8::5` is `2001:db8::5`."""
+        return tuple(certificates.host_in_one_form(address) for address in value)
+
     @staticmethod
     def read(folder: Path) -> Coordinator:
         """The settings in a folder that `make` created.
@@ -70,19 +78,20 @@ class Coordinator:
 
     @property
     def bind_host(self) -> str:
-        """The address on which the SuperLink listens: every one, or loopback if the federation is on this machine."""
-        try:
-            address = ipaddress.ip_address("127.0.0.1" if self.host == "localhost" else self.host)
-        except ValueError:
-            return "0.0.0.0"
-        if address.is_loopback:
-            return str(address)
-        return "::" if address.version == 6 else "0.0.0.0"
+        """The address on which the SuperLink listens: loopback if the federation is on this machine, or else every one.
+
+        A name may stand for IPv4, IPv6 or both, and elsewhere for others than here.
+        """
+        host = "127.0.0.1" if self.host == "localhost" else self.host
+        with suppress(ValueError):
+            if ipaddress.ip_address(host).is_loopback:
+                return host
+        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
     @property
     def local_host(self) -> str:
         """The address at which this machine itself reaches the SuperLink, independent of any routers."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind_host, self.bind_host)
+        return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(self.bind_host, self.bind_host)
 
     @property
     def ca_certificate(self) -> Path:
@@ -121,7 +130,7 @@ class Coordinator:
             InputError: the file is no TOML.
         """
         try:
-            known = tomllib.loads(self.connection_file.read_text()) if self.connection_file.exists() else {}
+            known = tomllib.loads(read_text(self.connection_file)) if self.connection_file.exists() else {}
         except ValueError:
             raise InputError(f"{self.connection_file}: is not valid TOML; delete it") from None
         own = {"address": address, "root-certificates": str(self.ca_certificate)}
@@ -219,8 +228,6 @@ def make(
     Raises:
         InputError: a value cannot be used; nothing was written.
     """
-    for address in addresses:
-        certificates.check_host(address)
     config.parse(planned or {})
     settings = {"version": 1, "addresses": list(addresses), "port": port, **({"metrics": True} if metrics else {})}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())
@@ -229,10 +236,10 @@ def make(
         certificates.make_server_certificate(new, coordinator.addresses, days, passphrase=passphrase)
         parts = (coordinator.flower_home, coordinator.invitations, coordinator.nodes, coordinator.vaults)
         for part in (*parts, coordinator.runs):
-            (new / part.name).mkdir()
-        (new / coordinator.plan.name).write_text(_PLAN_HEADER + tomli_w.dumps(planned or {}))
-        (new / coordinator.approved.name).touch()
-        (new / "coordinator.toml").write_text(tomli_w.dumps(settings))
+            (new / part.name).mkdir(mode=0o755)
+        write_new(new / coordinator.plan.name, (_PLAN_HEADER + tomli_w.dumps(planned or {})).encode())
+        write_new(new / coordinator.approved.name, b"")
+        write_new(new / "coordinator.toml", tomli_w.dumps(settings).encode())
     coordinator.connect(coordinator.address)  # where nothing answers `flwr`, until `start` says otherwise
     return coordinator
 

@@ -57,6 +57,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedpriv import errors
 from fedpriv.operate.approvals import install, is_approved
+from fedpriv.operate.checks import listening
 from fedpriv.operate.processes import Kept, end_with_parent
 from server.deploy.folder import Coordinator
 
@@ -147,7 +148,7 @@ def owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     for table, family, prefix in (("tcp", socket.AF_INET, ""), ("tcp6", socket.AF_INET6, "::ffff:")):
         file = Path("/proc/net", table)
         ends = [_as_listed(socket.inet_pton(family, prefix + host), port) for host, port in (client, server)]
-        for line in file.read_text().splitlines()[1:] if file.exists() else ():
+        for line in file.read_text(encoding="ascii").splitlines()[1:] if file.exists() else ():
             fields = line.split()
             if fields[1:3] == ends and fields[3] == _ESTABLISHED and fields[9] != _NO_INODE:
                 return int(fields[7])
@@ -273,8 +274,7 @@ def main() -> None:
     coordinator = Coordinator.read(Path(folder))
     for name in _OTHER_APIS:
         os.environ.pop(name, None)
-    family = socket.AF_INET6 if ":" in coordinator.bind_host else socket.AF_INET
-    public = socket.create_server((coordinator.bind_host, coordinator.port), family=family)
+    public = listening(coordinator.bind_host, coordinator.port)
     private = socket.create_server((_LOOPBACK, 0))
     port = private.getsockname()[1]
     coordinator.connect(f"{_LOOPBACK}:{port}")

@@ -15,7 +15,7 @@ from typing import Any
 from fedpriv import config
 from fedpriv.apps import FLOWER_APP
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.files import replace_file
+from fedpriv.files import read_text, replace_file
 from fedpriv.learning import adapters
 from fedpriv.operate import approvals, joining
 from fedpriv.operate.command_line import validated
@@ -47,7 +47,7 @@ def invite(coordinator: Coordinator, names: Sequence[str]) -> dict[Path, Invitat
     left = keys.files_of_nodes(coordinator.vaults, keys.EARLIER)
     first = max([-1, *known.values(), *coordinator.registered(), *left]) + 1
     ids = known | {name: first + place for place, name in enumerate(new)}
-    asked: dict[str, Any] = {"superlink": coordinator.address, "ca": coordinator.ca_certificate.read_text()}
+    asked: dict[str, Any] = {"superlink": coordinator.address, "ca": read_text(coordinator.ca_certificate)}
     asked["bundle"] = approvals.bundle_digest(FLOWER_APP)
     if planned := coordinator.planned:
         asked["model"] = adapters.model_digest(adapters.model_folder(config.parse(planned).model))
@@ -217,14 +217,14 @@ def _register_at_superlink(coordinator: Coordinator, partition_id: int, line: st
     try:
         with tempfile.TemporaryDirectory(prefix="fedpriv-key-") as folder:
             file = Path(folder, "node.key.pub")
-            file.write_text(f"{line}\n")
+            file.write_text(f"{line}\n", encoding="utf-8")
             return str(coordinator.flwr("supernode", "register", str(file), CONNECTION)["node-id"])
     except FlowerError as error:
         if _IN_USE not in str(error):
             raise
     listed = coordinator.flwr("supernode", "list", CONNECTION)["nodes"]
     live = {str(node["node-id"]) for node in listed if node["status"] in _LIVE}
-    ids = {id_: file.read_text().strip() for id_, file in keys.files_of_nodes(coordinator.nodes, ".id").items()}
+    ids = {id_: read_text(file).strip() for id_, file in keys.files_of_nodes(coordinator.nodes, ".id").items()}
     public = coordinator.nodes / f"{partition_id}.pub"
     if ids.get(partition_id) in live and public.exists() and keys.read_public_line(public, NODE) == line:
         return ids[partition_id]
@@ -248,7 +248,7 @@ def _old_id(coordinator: Coordinator, partition_id: int) -> str:
             f"{file}: is missing; write Flower's id of this node's old key into "
             f"it, as `FLWR_HOME={coordinator.flower_home} flwr supernode list {CONNECTION}` shows it"
         )
-    return file.read_text().strip()
+    return read_text(file).strip()
 
 
 def _id_file(coordinator: Coordinator, partition_id: int) -> Path:

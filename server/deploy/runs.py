@@ -18,6 +18,7 @@ import tomli_w
 from fedpriv import config as configuration
 from fedpriv.apps import FLOWER_APP
 from fedpriv.errors import FlowerError
+from fedpriv.files import read_text
 from fedpriv.operate import approvals
 from fedpriv.operate.flower import (
     CONNECTION,
@@ -122,7 +123,7 @@ def _ended_early(folder: Path) -> str:
     """Why a finished run has fewer rounds than it was to have; empty if it has all, or has not finished."""
     if not is_finished(folder):
         return ""
-    return str(json.loads((folder / SUMMARY).read_text()).get("stopped_early") or "")
+    return str(json.loads(read_text(folder / SUMMARY)).get("stopped_early") or "")
 
 
 def _absolute(path: object) -> str:
@@ -141,7 +142,7 @@ def _submit(coordinator: Coordinator, values: dict[str, Any], say: Callable[[str
     with tempfile.TemporaryDirectory(prefix="fedpriv-run-") as folder:
         app, file = Path(folder) / "app", Path(folder) / "run.toml"
         approvals.install(bundle, app)
-        file.write_text(tomli_w.dumps(values))
+        file.write_text(tomli_w.dumps(values), encoding="utf-8")
         return str(coordinator.flwr("run", str(app), CONNECTION, "--run-config", str(file))["run-id"])
 
 
@@ -154,7 +155,7 @@ def _follow(coordinator: Coordinator, run_id: str, say: Callable[[str], None]) -
         env=environment(coordinator.flower_home, PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
     ) as following:
         try:

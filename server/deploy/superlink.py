@@ -12,12 +12,12 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 from fedpriv.apps import CHECKOUT, FLOWER_APP
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.files import owner_of
+from fedpriv.files import owner_of, read_text
 from fedpriv.operate.checks import (
     Check,
     check_disk,
@@ -39,8 +39,6 @@ from fedpriv.operate.processes import only_start
 from fedpriv.privacy.ledger.keys import VAULT
 from server.deploy import certificates, metrics
 from server.deploy.folder import Coordinator
-
-WARN_BEFORE = timedelta(days=14)
 
 # How many nodes are online is asked when the log says that one came or went, and for those that vanish after this time.
 _UNTOLD_SECONDS = 30.0
@@ -94,7 +92,8 @@ def _start(coordinator: Coordinator, say: Callable[[str], None], environ: Mappin
     if not (key := check_authority(coordinator)).ok:
         raise InputError(f"key = {key.detail}")
     if certificates.valid_until(coordinator.server_certificate) < datetime.now(UTC):
-        raise InputError(f"certificate = {coordinator.server_certificate}: has expired; run `renew`")
+        cure = certificates.cure(coordinator.folder)
+        raise InputError(f"certificate = {coordinator.server_certificate}: has expired; {cure}")
     if not (port := check_port_free(coordinator.bind_host, coordinator.port)).ok:
         raise FlowerError(f"port = {port.detail}")
     if warning := expiry_warning(coordinator):
@@ -138,9 +137,9 @@ def check_authority(coordinator: Coordinator) -> Check:
 def expiry_warning(coordinator: Coordinator) -> str:
     """A warning if the server certificate expires soon, else an empty string."""
     until = certificates.valid_until(coordinator.server_certificate)
-    if until - datetime.now(UTC) > WARN_BEFORE:
+    if not certificates.is_ending(until):
         return ""
-    return f"the certificate is valid until {until:%Y-%m-%d %H:%M} UTC only; run `renew` and restart the SuperLink"
+    return f"the certificate is valid until {until:%Y-%m-%d %H:%M} UTC only; {certificates.cure(coordinator.folder)}"
 
 
 class _Nodes(threading.Thread):
@@ -204,11 +203,19 @@ def units(coordinator: Coordinator) -> list[Unit]:
             folder=FLOWER_APP,
             user=owner_of(folder).name,
             variables={"PYTHONUNBUFFERED": "1", "FEDPRIV_CACHE": str(folder / "cache")},
-            writable=[folder],
+            port=coordinator.port,
+            writable=[folder, *_planned_elsewhere(coordinator)],
             read_only=[coordinator.ca_certificate, coordinator.nodes],
             hidden=[coordinator.ca_key],
         )
     ]
+
+
+def _planned_elsewhere(coordinator: Coordinator) -> list[Path]:
+    """The folders outside of the coordinator's own in which the planned run makes its files."""
+    planned = [Path(str(coordinator.planned.get(key) or coordinator.runs)) for key in ("ledger", "out")]
+    found = {next(parent for parent in path.absolute().parents if parent.is_dir()) for path in planned}
+    return sorted(path for path in found - {Path("/")} if not path.is_relative_to(coordinator.folder))
 
 
 def checks(coordinator: Coordinator) -> Iterator[Check]:
@@ -232,9 +239,9 @@ def _certificate(coordinator: Coordinator) -> str:
     until = certificates.valid_until(coordinator.server_certificate)
     hosts = certificates.hosts_of(coordinator.server_certificate)
     if until < datetime.now(UTC):
-        raise InputError(f"expired on {until:%Y-%m-%d}; run `renew` and restart the SuperLink")
+        raise InputError(f"expired on {until:%Y-%m-%d}; {certificates.cure(coordinator.folder)}")
     if missing := [address for address in coordinator.addresses if address not in hosts]:
-        raise InputError(f"not valid for {missing[0]}; run `renew`")
+        raise InputError(f"not valid for {missing[0]}; {certificates.cure(coordinator.folder)}")
     if warning := expiry_warning(coordinator):
         raise InputError(warning)
     return f"for {', '.join(coordinator.addresses)} until {until:%Y-%m-%d}"
@@ -243,7 +250,7 @@ def _certificate(coordinator: Coordinator) -> str:
 def _private_address(coordinator: Coordinator) -> str | None:
     """Where `flwr` reaches the SuperLink; None if the connection's file does not say."""
     try:
-        return str(tomllib.loads(coordinator.connection_file.read_text())["superlink"][CONNECTION]["address"])
+        return str(tomllib.loads(read_text(coordinator.connection_file))["superlink"][CONNECTION]["address"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

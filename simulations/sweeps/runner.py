@@ -72,7 +72,7 @@ def _run_one(run: PlannedRun, folder: Path, on_round: Callable[[], None] = lambd
         _check_data(config, folder)
         federation.run(config, _Silent(on_round))
     except Exception as error:  # one run must not end the sweep
-        folder.with_suffix(".txt").write_text(traceback.format_exc())
+        folder.with_suffix(".txt").write_text(traceback.format_exc(), encoding="utf-8")
         if isinstance(error, (InputError, LedgerError, TooFewClientsError)):
             return str(error)
         return f"{type(error).__name__}: {' '.join(str(error).split())}"

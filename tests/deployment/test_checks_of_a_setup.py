@@ -1,5 +1,6 @@
 """Each check says plainly what is wrong with a real server, file or folder, and never shows a record."""
 
+import errno
 import os
 import pwd
 import socket
@@ -118,6 +119,21 @@ def test_port(folder):
         port = taken.getsockname()[1]
         assert not checks.check_port_free(HOST, port).ok
     assert checks.check_port_free(HOST, port).ok
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "advice"),
+    [("192.0.2.1", 9, "this machine has no such address"), ("127.0.0.1", 1, "the unit that `units` writes")],
+)
+def test_a_port_that_nobody_uses_is_refused_with_its_own_cure(monkeypatch, host, port, advice):
+    if port == 1:  # as for anyone but root
+
+        def refused(*_: object, **__: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(socket, "create_server", refused)
+    found = checks.check_port_free(host, port)
+    assert (found.ok, advice in found.detail, "stop the program" in found.detail) == (False, True, False)
 
 
 def test_ledger_none_yet_then_whole_then_damaged(tmp_path):

@@ -257,7 +257,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 def _values(file: str, content: bytes) -> dict[str, Any] | None:
     """{key: value} of a TOML file, or {line: true} of another one; None if it cannot be read."""
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
         if file.endswith(".toml"):
             return dict(_flat("", json.loads(json.dumps(tomllib.loads(text), default=str))))
     except (ValueError, RecursionError):

@@ -284,7 +284,7 @@ def _make(folder: Path, file: Path, name: str) -> None:
             model, tokenizer = _read(file, temporary, name)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            (temporary / _DIGEST_FILE).write_text(model_digest(temporary))
+            (temporary / _DIGEST_FILE).write_text(model_digest(temporary), encoding="utf-8")
     except OSError as error:
         if not folder.is_dir():  # else another process was faster
             raise InputError(
@@ -350,7 +350,7 @@ def _verify(folder: Path) -> None:
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
         raise InputError(f"{folder}: must belong to you alone (chmod 700), since a model is read from it; or delete it")
     try:
-        is_unchanged = (folder / _DIGEST_FILE).read_text() == model_digest(folder)
+        is_unchanged = (folder / _DIGEST_FILE).read_text(encoding="utf-8") == model_digest(folder)
     except OSError:
         is_unchanged = False
     if not is_unchanged:

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedpriv.errors import InputError
-from fedpriv.files import User, replace_file
+from fedpriv.files import User, read_text, replace_file
 
 Kind = Literal["ecdsa-sha2-nistp384", "ssh-ed25519"]
 """The type of a key, with which its public line begins."""
@@ -93,8 +93,8 @@ def read_public_line(path: Path, kind: Kind | None = VAULT) -> str:
     """
     wanted = _FILES[kind] if kind else ".pub file"
     try:
-        line = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        line = read_text(path).strip()
+    except (OSError, InputError) as error:
         raise InputError(f"public key = {path}: {_reason(error)}; give the node's {wanted}") from None
     if _public_key(line) is None:
         raise InputError(f"public key = {path}: must be one line `{kind or VAULT} ...`, a node's {wanted}")
@@ -110,8 +110,8 @@ def read_lines(path: Path) -> tuple[str, ...]:
         InputError: a line is no public key.
     """
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line for line in read_text(path).splitlines() if line.strip()] if path.exists() else []
+    except (OSError, InputError) as error:
         raise InputError(f"public keys = {path}: {_reason(error)}") from None
     if wrong := [number for number, line in enumerate(lines, start=1) if _public_key(line) is None]:
         raise InputError(f"public keys = {path}: line {wrong[0]} is no public key `{VAULT} ...` or `{NODE} ...`")

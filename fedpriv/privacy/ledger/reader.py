@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import InputError, LedgerError
+from fedpriv.files import read_text
 from fedpriv.privacy.ledger import head_file
 from fedpriv.privacy.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry, LedgerConnection
 from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN, head_path
@@ -199,7 +200,7 @@ def _registered(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _values(file: Path) -> dict[str, Any]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         values = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except (OSError, ValueError, RecursionError):
         return {}

@@ -1,5 +1,9 @@
 """`doctor` passes no node that leaves to a coordinator what its operator must decide, and opens no record."""
 
+import os
+import socket
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 
@@ -196,6 +200,53 @@ def test_a_closed_node_stays_closed_until_it_is_opened(node):
     assert failed(node) == {}
     with pytest.raises(InputError, match="the node is open"):
         doctor.reopen(node.vault)
+
+
+def test_a_node_that_runs_needs_no_free_port(node, monkeypatch):
+    """Another program there, or the SuperNode of another node, is still in its way."""
+    with socket.create_server(("127.0.0.1", node.port)):
+        assert "stop the program that uses it" in failed(node)["port"]
+        other = replace(node, vault=replace(node.vault, folder=node.folder.parent))
+        for runs, expected in ((other, {"port"}), (node, set())):
+            command = ["sleep", *supernode.program(runs)[1:]]  # as the SuperNode's, but for its program
+            code = "import sys, time; print(flush=True); time.sleep(60)"
+            with subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.PIPE) as process:
+                process.stdout.readline()
+                assert set(failed(node)) == expected
+                process.kill()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
+def test_whatever_the_umask_others_read_what_decides_and_change_none_of_it(make_node, umask):
+    before = os.umask(umask)
+    try:
+        node = make_node()
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in node.deciding if path.exists()}
+    assert len(modes) == 8, "the folder, five files of settings, the bundles and the certificate"
+    assert modes.pop(node.folder) == 0o700
+    assert set(modes.values()) == {0o644}
+    assert node.flower_home.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("which", ["vault.toml", "policy.toml", "approved-fabs", "peers", "."])
+def test_what_others_could_change_starts_no_supernode_of_another_user_until_the_advice_is_taken(node, which):
+    node.vault.peers.mkdir()
+    path = node.folder / which
+    path.chmod(0o777 if path.is_dir() else 0o666)
+    said = failed(node)["decisions"]
+    assert said == f"{path}: others can change it; run chmod go-w {path}"
+    with pytest.raises(InputError, match="others can change it"):
+        supernode.prepare(replace(node, vault=replace(node.vault, client_user="nobody")))
+    subprocess.run(said.partition("; run ")[2], shell=True, check=True)
+    assert failed(node) == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_what_the_supernodes_user_owns_decides_nothing(node):
+    os.chown(node.approved, 65534, 65534)
+    assert failed(node)["decisions"].endswith(f"run chown {os.geteuid()} {node.approved}")
 
 
 def test_a_key_that_others_may_read(node):

@@ -1,6 +1,8 @@
 """A node's folder is made whole or not at all; its data, its code and its settings are what its operator said."""
 
+import codecs
 import hashlib
+import os
 import shutil
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from clients.deploy import admission, supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.errors import FlowerError, InputError
+from fedpriv.holder.vault import history
 from fedpriv.holder.vault.settings import NodeLimits, read_models
 from fedpriv.learning.adapters import model_digest
 from fedpriv.operate import approvals, joining
@@ -52,6 +55,33 @@ def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
     applied = joining.read(joining.Application, node.application)
     applied.check(node.application)
     assert (applied.name, applied.partition_id, applied.vault_key) == ("clinic", 1, keys.public_line(vault.key))
+
+
+@pytest.mark.skipif(not shutil.which("localedef"), reason="no other locale")
+def test_on_a_machine_of_another_encoding_a_node_is_made_that_others_read(tmp_path, invite):
+    name, locale = "Hôpital Saint-Étienne Ω", {"LOCPATH": str(tmp_path), "LC_ALL": "fr_FR", "PYTHONUTF8": "0"}
+    subprocess.run(["localedef", "-i", "fr_FR", "-f", "ISO-8859-1", tmp_path / "fr_FR"], check=False, stderr=-3)
+    options = ["--approve", *map(str, heard(invite(name=name)))]  # the bundle is built by a program that prints emoji
+    command = [sys.executable, "-m", "clients.deploy", "init", tmp_path / "node", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, env={**os.environ, **locale}, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "invitation of Hôpital Saint-Étienne \\u03a9".encode("latin-1") in done.stdout
+    node = Node.read(tmp_path / "node")
+    assert (node.vault.name, joining.read(joining.Application, node.application).name) == (name, name)
+    assert next(iter(history.read(node.folder))).values.get("name", (None, name))[1] == name
+
+
+def test_a_byte_order_mark_in_what_an_operator_edits_changes_nothing(make_node):
+    node = make_node()
+    history.note(node.folder, "init")
+    for file in (*node.folder.glob("*.toml"), node.approved):
+        file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert Node.read(node.folder) == node
+    assert NodeLimits.read(node.vault.policy) == NodeLimits()
+    assert (read_models(node.vault.models), approvals.approved(node.approved)) == ((), frozenset())
+    joining.read(joining.Application, node.application).check(node.application)
+    history.note(node.folder, "found")
+    assert {change.file: change.values for change in history.read(node.folder)[6:]}["vault.toml"] == {}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from clients.deploy import metrics
 from clients.deploy.folder import Node
 from clients.deploy.supernode import units
 from fedpriv.holder.vault._disk import BEYOND
+from fedpriv.operate.command_line import unit_name
 from fedpriv.operate.metrics import Measured
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
@@ -193,7 +194,7 @@ def test_the_unit_has_the_network_and_sees_neither_records_nor_keys(make_node, o
     node = make_node(metrics=True, client_user="daemon", **own)
     unit = units(node)[-1]
     lines = unit.text().splitlines()
-    assert unit.name == "fedpriv-metrics-node"
+    assert unit.name == unit_name("metrics", node.folder)
     assert f'ReadWritePaths="{node.folder}"' in lines
     for secret in (node.vault.data, node.vault.key, node.key, node.vault.tokens):
         assert f'InaccessiblePaths="-{secret}"' in lines

@@ -46,6 +46,13 @@ def test_of_another_disk_the_vault_may_write_its_counter_file_alone(node: Node) 
     assert len(writable) == 2
 
 
+def test_a_ledger_elsewhere_is_in_a_folder_that_the_vault_may_write(node: Node) -> None:
+    elsewhere = replace(node, vault=replace(node.vault, ledger_file=Path("/mnt/shared/ledger.sqlite")))
+    vault, supernode = (unit.text().splitlines() for unit in units(elsewhere))
+    assert 'ReadWritePaths="/mnt/shared"' in vault
+    assert 'InaccessiblePaths="-/mnt/shared/ledger.sqlite"' in supernode
+
+
 def test_the_supernode_waits_for_its_registration_and_its_unit_holds_nothing_that_changes(node: Node) -> None:
     text = units(node)[1].text()
     assert ' "-m" "clients.deploy" "supernode" "/' in text
@@ -87,8 +94,9 @@ def test_units_are_written_once_or_not_at_all(node: Node, tmp_path: Path) -> Non
     arguments = ["units", node.folder, "--out", tmp_path / "units"]
     done = run_in_process(app, "clients.deploy", *arguments)
     names = sorted(path.name for path in (tmp_path / "units").iterdir())
-    assert names == ["fedpriv-supernode-a--h--HOME-node.service", "fedpriv-vault-a--h--HOME-node.service"]
-    assert "systemctl enable --now fedpriv-vault-a--h--HOME-node" in done.stdout
+    place = str(tmp_path).strip("/").replace("/", "-")
+    assert names == [f"fedpriv-{each}-{place}-a--h--HOME-node.service" for each in ("supernode", "vault")]
+    assert f"systemctl enable --now fedpriv-vault-{place}-a--h--HOME-node" in done.stdout
     again = run_in_process(app, "clients.deploy", *arguments)
     assert again.returncode == 2
     assert "exists; give another folder" in again.stderr

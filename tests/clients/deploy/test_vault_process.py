@@ -169,6 +169,16 @@ def test_a_user_who_cannot_run_this_checkout_is_told_so(node, monkeypatch):
 
 
 @needs_root
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="no other Python")
+def test_a_user_who_cannot_reach_the_folder_is_told_which_file_it_needs(node, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")  # anyone may run it
+    node = with_client_user(node, "nobody")
+    node.folder.parent.chmod(0o700)
+    with pytest.raises(InputError, match=r"cannot read /.*/ca\.crt: Permission denied; run chmod a\+r on it, and a\+x"):
+        separate_users.prepared(node, os.environ)
+
+
+@needs_root
 def test_the_supernodes_user_owns_flowers_folder_and_reads_nothing_else(node, monkeypatch):
     # Whether that user can run this Python depends on the machine, so the probe is left out here.
     monkeypatch.setattr(separate_users, "_probe", lambda *_: None)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from fedpriv.config import parse, to_toml
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.operate.checks import check_tls
+from fedpriv.operate.checks import check_tls, listening
 from server.deploy import certificates, folder, membership, runs, superlink
 from server.deploy.folder import Coordinator
 from tests.bundles import bundle
@@ -88,15 +89,26 @@ def test_folder_that_holds_something_is_left_alone(tmp_path):
     assert [file.name for file in (tmp_path / "co").iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o027])
+def test_whatever_the_umask_nobody_else_changes_what_the_coordinator_made(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        made = folder.make(tmp_path / "co", addresses=["::1"], port=9093, days=30, passphrase=PASSPHRASE)
+    finally:
+        os.umask(before)
+    assert made.folder.stat().st_mode & 0o777 == 0o700
+    assert [path for path in made.folder.rglob("*") if path.stat().st_mode & 0o022] == []
+
+
 @pytest.mark.parametrize(
     ("address", "bind_host", "local_host"),
     [
         ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
         ("localhost", "127.0.0.1", "127.0.0.1"),
         ("::1", "::1", "::1"),
-        ("10.0.0.5", "0.0.0.0", "127.0.0.1"),
-        ("fl.example.org", "0.0.0.0", "127.0.0.1"),
-        ("2001:db8::1", "::", "::1"),
+        ("10.0.0.5", "::", "127.0.0.1"),
+        ("fl.example.org", "::", "127.0.0.1"),
+        ("2001:DB8::1", "::", "127.0.0.1"),
     ],
 )
 def test_superlink_of_one_machine_listens_on_loopback_alone(tmp_path, address, bind_host, local_host):
@@ -176,6 +188,51 @@ def test_taken_port_is_said_before_anything_starts(coordinator):
         done = deploy("start", coordinator.folder)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"port = 127.0.0.1:{coordinator.port}: cannot listen there" in done.stderr
+
+
+@pytest.mark.parametrize("left", [10, -1])
+@pytest.mark.parametrize("lasts", [True, False])
+def test_the_advice_of_doctor_cures_a_certificate_whose_authority_ends(coordinator, passphrase_file, left, lasts):
+    """`renew` makes none that outlasts its authority, so it says what does, and changes nothing where it would not."""
+    for name in ("ca.crt", "ca.key"):
+        (coordinator.folder / name).unlink()
+    begin = datetime.now(UTC) - timedelta(days=3650 - left)
+    certificates.make_ca(coordinator.folder, 3650, passphrase=PASSPHRASE, not_before=begin)
+    certificate(coordinator, coordinator.addresses, 3650 if lasts else 3641 + min(left, 0), not_before=begin)
+    given = ["--ca-passphrase-file", passphrase_file]
+
+    def wrong() -> str:
+        (line,) = [line for line in deploy("doctor", coordinator.folder).stdout.splitlines() if "certificate" in line]
+        return line if line.startswith("FAIL") else ""
+
+    assert "run `new-authority`" in wrong()
+    if lasts or left < 0:
+        refused = deploy("renew", coordinator.folder, *given)
+        assert (refused.returncode, "run `new-authority`" in refused.stderr) == (2, True)
+    else:
+        renewed = deploy("renew", coordinator.folder, *given)
+        assert (renewed.returncode, "note: its authority ends on" in renewed.stdout) == (0, True)
+    assert deploy("new-authority", coordinator.folder, *given).returncode == 0
+    assert "run `renew`" in wrong()
+    assert deploy("renew", coordinator.folder, *given).returncode == 0
+    assert not wrong()
+
+
+def test_an_address_in_another_form_is_the_one_in_the_certificate(tmp_path):
+    made = folder.make(tmp_path / "co", addresses=["2001:DB8::5", "0:0:0:0:0:0:0:1"], port=9093, days=30, passphrase="")
+    assert made.addresses == ("2001:db8::5", "::1")
+    assert superlink._certificate(made).startswith("for 2001:db8::5, ::1 until")
+    with pytest.raises(InputError, match="address = 'fe80::1%eth0': must be a DNS name or an IP address"):
+        folder.make(tmp_path / "other", addresses=["fe80::1%eth0"], port=9093, days=30, passphrase="")
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "::1"])
+def test_whatever_a_name_stands_for_the_superlink_listens_there(tmp_path, client):
+    made = Coordinator(folder=tmp_path, addresses=("fl.example.org",))
+    if ":" in client and made.bind_host == "0.0.0.0":
+        pytest.skip("no IPv6")
+    with listening(made.bind_host, 0) as server:
+        socket.create_connection((client, server.getsockname()[1]), timeout=5).close()
 
 
 def test_superlink_is_not_started_with_an_expired_certificate(coordinator):

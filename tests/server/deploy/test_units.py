@@ -25,6 +25,19 @@ def test_the_superlink_writes_its_own_folder_alone_and_not_its_authority(coordin
     assert start.endswith(f'"server.deploy" "start" "{folder.replace("$", "$$")}"')
 
 
+@pytest.mark.parametrize(("port", "capability"), [(443, "CAP_NET_BIND_SERVICE"), (9093, "")])
+def test_a_port_of_roots_needs_a_capability_and_a_run_elsewhere_its_folder(tmp_path: Path, port, capability) -> None:
+    planned = {"data": "on-nodes", "labels": ["a", "b"], "out": str(tmp_path / "disk" / "run")}
+    made = make(tmp_path / "fed", addresses=["::1"], port=port, days=30, passphrase="correct horse", planned=planned)
+    text = units(made)[0].text()
+    assert f"\nCapabilityBoundingSet={capability}\nAmbientCapabilities={capability}\n" in text
+    assert f'\nReadWritePaths="{tmp_path}"\n' in text
+    (tmp_path / "unit.service").write_text(text)
+    if shutil.which("systemd-analyze"):
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / "unit.service"], capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze")
 def test_systemd_finds_nothing_wrong_with_the_unit(coordinator: Coordinator, tmp_path: Path) -> None:
     (unit,) = units(coordinator)

@@ -128,7 +128,7 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
     """
     import tomli_w
 
-    from fedpriv.files import replace_file
+    from fedpriv.files import read_text, replace_file
 
     existing = read(path) if path.exists() else ()
     if name in {token.name for token in existing}:
@@ -136,7 +136,7 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
     secret = f"fedpriv-{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(secret.encode()).hexdigest()
     token = Token(name=name, sha256=digest, variants=tuple(variants), metrics=metrics)
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    before = read_text(path) if path.exists() else ""
     entry = tomli_w.dumps({"token": [{**asdict(token), "variants": list(variants)}]})
     # As one `[[token]]`, which may follow others; tomli_w writes a short list of tables as an inline array.
     if not entry.startswith("[[token]]"):
@@ -154,7 +154,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
             if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 mode = stat.S_IMODE(status.st_mode)
                 raise InputError(f"{path}: mode {mode:04o} lets others at the tokens; run chmod 600 on it")
-            values = tomllib.load(file)
+            values = tomllib.loads(file.read().decode("utf-8-sig"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; it should hold tokens") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
