@@ -1,6 +1,7 @@
 """A ledger keeps every charge, gives each upload once, and refuses to go on when anything is wrong with its file."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedpriv.errors import LedgerError
@@ -97,6 +99,64 @@ def test_one_key_is_charged_once_and_a_failed_batch_charges_nobody(path):
         ledger.charge([charge_for(data_set, 2)])
     with reading(path) as db:
         assert verify_with_head(db, path).number == 3
+
+
+def key_with(**changed: object) -> Key:
+    return replace(charge_for("").key, **{"round": 6, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "stored"),
+    [
+        ({"run": 7}, ("7", "0", 6)),  # Flower's run_id
+        ({"client": 0}, ("r", "0", 6)),  # its partition-id
+        ({"round": 6.0}, ("r", "0", 6)),
+        ({"round": np.int64(6), "client": np.str_("0")}, ("r", "0", 6)),
+        ({"run": "a\0b"}, ("a\0b", "0", 6)),
+    ],
+)
+def test_what_sqlite_would_change_is_changed_before_it_is_hashed(filled, changed, stored):
+    key = key_with(**changed)
+    with Ledger(filled) as ledger:
+        ledger.charge([replace(charge_for(ledger.data_set().id), key=key)])
+        assert ledger.phase(key) == "charged"
+        ledger.store(key, b"reply")
+    with Ledger(filled) as ledger:
+        assert ledger.stored(key) == b"reply"
+        entry = list(ledger.entries())[-1]
+        assert (entry.run, entry.client, entry.round) == stored
+        assert ledger.register(1, 80.0, np.float64(1e-5)) == ledger.data_set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("client", value) for value in (True, 1.5, b"0", "\ud800")],
+        *[("round", value) for value in (True, 6.5, -1, 10**15, "6")],
+        *[("num_records", value) for value in (0, -5, 80.5, True, math.nan)],
+        *[("delta", value) for value in (0, 1, math.nan, "1e-5", True)],
+    ],
+)
+def test_what_a_column_cannot_hold_is_refused_by_name_and_value(filled, name, value):
+    with Ledger(filled) as ledger:
+        before = ledger.last
+        with pytest.raises(LedgerError, match=f"^{name} = .*: must be .*; nothing is written$"):
+            if name in ("num_records", "delta"):
+                ledger.register(**{"client": "1", "num_records": 80, "delta": 1e-5, name: value})
+            else:
+                ledger.charge([replace(charge_for("d"), key=key_with(**{"client": "0", name: value}))])
+        assert ledger.last == before
+    with Ledger(filled) as ledger:
+        assert ledger.last == before
+
+
+def test_an_entry_that_is_stored_otherwise_than_hashed_is_never_committed(filled, monkeypatch):
+    """A type that nobody thought of must not end a ledger that has a history."""
+    monkeypatch.setattr("fedpriv.privacy.ledger.ledger.as_stored", lambda line: line)
+    with Ledger(filled) as ledger, pytest.raises(LedgerError, match="another entry than was hashed"):
+        ledger.register("1", "80", 1e-5)
+    with Ledger(filled) as ledger:
+        assert ledger.last[0] == 11
 
 
 def test_entries_cannot_be_changed_through_sql(filled):
