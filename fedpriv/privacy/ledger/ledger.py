@@ -11,7 +11,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +42,7 @@ from fedpriv.privacy.ledger.entries import (
     Queries,
     as_stored,
 )
-from fedpriv.privacy.ledger.reader import as_ledger_errors, check_version, verify
+from fedpriv.privacy.ledger.reader import as_ledger_errors, check_version, verify, write_copy
 from fedpriv.privacy.ledger.receipts import Chain, Missing, chain_of, chains_of
 
 
@@ -264,8 +264,13 @@ class Ledger(Queries):
         return chains_of(self._db)
 
     def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
-        """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
+        """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived.
+
+        Then the file itself has all entries, as far as readers let it, and not the log alone.
+        """
         self._append([charge.line_of_release(reply) for charge, reply in released])
+        with suppress(sqlite3.OperationalError):  # the entries are on disk already
+            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def store(self, key: Key, content: bytes, note: str | None = None) -> bytes:
         """Record the upload of a charge with its content, and return what to send: what was stored first for this key.
@@ -325,16 +330,7 @@ class Ledger(Queries):
 
     def copy(self, path: Path) -> None:
         """Write a copy of the ledger as it is now, with a head of its own."""
-        with as_ledger_errors(path):
-            file = head_file.opened(path)
-            try:
-                if head_file.parse(head_file.read(file)) is None:
-                    head_file.begin(file, path)
-                with closing(sqlite3.connect(path)) as target:
-                    self._db.backup(target)
-                head_file.write(file, *self.last)
-            finally:
-                os.close(file)
+        write_copy(self._db, path)
 
     def _append(self, lines: Sequence[dict[str, Any]], *, version: int = VERSION) -> None:
         """Append entries, all or none of them; no reader opens the file any more that knows only older versions."""

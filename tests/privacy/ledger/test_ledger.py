@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import names_in, reading, verify_with_head
 from fedpriv.runs import files
 from fedpriv.texts import holder_label
+from tests.cli.command_line import as_json, fedpriv
 
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=3)
 SETS = [DataSet(id=f"d{k}", client=str(k), num_records=9, delta=1e-5) for k in range(2)]
@@ -140,11 +142,11 @@ def test_what_sqlite_would_change_is_changed_before_it_is_hashed(filled, changed
 def test_what_a_column_cannot_hold_is_refused_by_name_and_value(filled, name, value):
     with Ledger(filled) as ledger:
         before = ledger.last
+        charge = replace(charge_for("d"), key=key_with(**{name: value} if name == "round" else {}))
+        fields = {"client": "1", "num_records": 80, "delta": 1e-5} | ({name: value} if name != "round" else {})
+        act = partial(ledger.charge, [charge]) if name == "round" else partial(ledger.register, **fields)
         with pytest.raises(LedgerError, match=f"^{name} = .*: must be .*; nothing is written$"):
-            if name in ("num_records", "delta"):
-                ledger.register(**{"client": "1", "num_records": 80, "delta": 1e-5, name: value})
-            else:
-                ledger.charge([replace(charge_for("d"), key=key_with(**{"client": "0", name: value}))])
+            act()
         assert ledger.last == before
     with Ledger(filled) as ledger:
         assert ledger.last == before
@@ -378,6 +380,67 @@ def test_a_copy_verifies_and_holds_everything(filled, tmp_path):
         ledger.copy(tmp_path / "copy.sqlite")
         with reading(tmp_path / "copy.sqlite") as db:
             assert verify_with_head(db, tmp_path / "copy.sqlite").digest == ledger.head
+
+
+def killed_writer(path: Path) -> None:
+    """A ledger of two entries that are in its log alone, since its process was killed."""
+    code = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_ledger import Ledger, charge_for
+ledger = Ledger(Path({str(path)!r}))
+ledger.charge([charge_for(ledger.register("0", 100, 1e-5).id)])
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_copy_without_the_log_is_named_and_a_backup_beside_the_writer_is_whole(path, tmp_path):
+    killed_writer(path)
+    (tmp_path / "two").mkdir()
+    for name in (path.name, f"{path.name}.head"):
+        shutil.copy(path.with_name(name), tmp_path / "two")
+    told = "has seen entry 2.*ledger.sqlite-wal.*`fedpriv ledger backup`"
+    copied = tmp_path / "two" / path.name
+    with pytest.raises(LedgerError, match=told), reading(copied) as db:
+        verify_with_head(db, copied)
+    with pytest.raises(LedgerError, match=told):
+        Ledger(copied)
+    with Ledger(path) as ledger:  # which is open, as in a run
+        ledger.charge([charge_for(ledger.data_set().id, 2)])
+        values = as_json("ledger", "backup", path, "--out", tmp_path / "backup.sqlite")
+        assert (values["entries"], values["head"]) == ledger.last
+        assert as_json("ledger", "verify", tmp_path / "backup.sqlite")["head"] == ledger.head
+        assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("backup.sqlite", "backup.sqlite.head")} == {0o600}
+        assert "name a new file" in fedpriv("ledger", "backup", path, "--out", path, code=2)[1]
+        # After a round the file has all by itself.
+        ledger.release([(charge_for(ledger.data_set().id, 2), None)])
+        for name in (path.name, f"{path.name}.head"):
+            shutil.copy(path.with_name(name), tmp_path / "two")
+        with reading(copied) as db:
+            assert verify_with_head(db, copied).digest == ledger.head
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give up root's rights")
+def test_a_whole_ledger_on_a_read_only_medium_is_read_with_its_log(path):
+    killed_writer(path)
+    path.with_name(f"{path.name}-shm").unlink()
+    for folder in [path.parent, *path.parent.parents][:4]:
+        folder.chmod(folder.stat().st_mode | 0o055)
+    for file in path.parent.iterdir():
+        file.chmod(0o444)
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
+os.setgid(65534); os.setuid(65534)
+with reading(Path({str(path)!r})) as db:
+    print(verify_with_head(db, Path({str(path)!r})).number)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "2\n", result.stderr
 
 
 def test_a_missing_ledger_is_no_empty_one(tmp_path):
