@@ -11,9 +11,10 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from fedpriv.errors import LedgerError
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.views import Release
 
@@ -212,6 +213,19 @@ class DataSet:
     client: str
     num_records: int
     delta: float
+
+    def check_fixed(self, ledger: Path, **settings: Any) -> None:
+        """Refuse settings that are not what was fixed at registration; None leaves a field to that.
+
+        Raises:
+            InputError: names the first one, both values and what to do.
+        """
+        for name, value in as_stored(settings).items():
+            if value is not None and value != (fixed := getattr(self, name)):
+                raise InputError(
+                    f"{name} = {value!r}: {ledger} has registered its data set with {fixed!r}, which stays; set "
+                    "that, or name the ledger of these records"
+                )
 
     @property
     def delta_of_clocks(self) -> float:
