@@ -81,7 +81,7 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     yield Check.of("budget", lambda: _budget(vault))
     yield Check.of("peers", lambda: peers_summary(vault))
     yield Check("device", True, f"{vault.device}, with a pass of its own for each record")
-    yield check_registered(vault.ledger)
+    yield check_registered(vault.ledger, vault.delta)
     yield Check.of("newest", lambda: _newest(vault))
     yield Check.of("enforced", lambda: _enforced(vault))
     yield Check.of("models", lambda: _models(vault))
@@ -196,8 +196,8 @@ def check_ledger(path: Path) -> Check:
     return Check.of("ledger", opened)
 
 
-def check_registered(path: Path) -> Check:
-    """Whether a data set is registered in the node's ledger; its N_k and id."""
+def check_registered(path: Path, delta: float | None = None) -> Check:
+    """Whether a data set is registered in the node's ledger, with this delta if it is set; its N_k and id."""
 
     def registered() -> str:
         data_set, changes = None, []
@@ -207,6 +207,7 @@ def check_registered(path: Path) -> Check:
                 changes = db.content_changes(data_set.id)[1:] if data_set else []
         if data_set is None:
             raise InputError(f"{path}: {_UNREGISTERED}")
+        data_set.check_fixed(path, delta=delta)
         since = f"; its records changed, as a run found on {changes[-1].time[:10]}, see `records`" if changes else ""
         return f"N_k = {data_set.num_records}, data set {data_set.id}{since}"
 

@@ -211,8 +211,8 @@ def register(
         plan, filter_, plan_delta: of the new data set, as for `bound`; without them a Renyi filter enforces its budget.
 
     Raises:
-        InputError: an earlier data set held the same records, so it is not disjoint from this one, or the plan or
-            filter cannot be used; nothing was written.
+        InputError: an earlier data set held the same records, so it is not disjoint from this one; the ledger is that
+            of other records, or has another delta; or the plan or filter cannot be used; nothing was written.
         LedgerError: the ledger cannot be used.
     """
     from fedpriv.holder.vault import rule_note
@@ -234,6 +234,7 @@ def register(
     with Ledger(ledger) as opened:
         known = opened.data_set()
         if known is not None and disjoint is None:
+            _check_own(opened, known, found, vault)
             return known
         if (same := _held_before(opened, found)) is not None:
             raise InputError(
@@ -245,6 +246,18 @@ def register(
     if is_new:
         ledger.chmod(0o600)
     return made
+
+
+def _check_own(ledger: Ledger, known: DataSet, found: Found, vault: VaultSettings) -> None:
+    """Refuse a ledger of other records, by the note on its content, or without one by what was registered."""
+    known.check_fixed(ledger.path, delta=vault.delta)
+    if not ledger.content_changes(known.id):
+        known.check_fixed(ledger.path, client=vault.partition_id, num_records=found.num_units)
+    elif (held := _held_before(ledger, found)) is None or held.id != known.id:
+        raise InputError(
+            f"ledger = {str(ledger.path)!r}: was kept for other records than those in {vault.data}; name their own "
+            "ledger or none, or if they only changed since, name it as ledger_file in vault.toml afterwards"
+        )
 
 
 def _held_before(ledger: Ledger, found: Found) -> DataSet | None:

@@ -160,6 +160,32 @@ def verify(
     return Result(values | gaps, [*entries(values), *statement.gap_lines(**gaps)])
 
 
+@command(app)
+def backup(
+    path: LedgerPath,
+    out: Annotated[Path, typer.Option(help="The copy to make, a new file, which gets a head of its own.")],
+) -> Result:
+    """Copy a ledger with all its entries and its head, also while a node or run writes it.
+
+    Copies of the file alone lack what is still in PATH-wal. The copy is for its owner alone, as are the stored replies
+    and the ledger's secret in it. Keep the digest that is printed: `fedpriv ledger verify` compares it.
+
+    Example: fedpriv ledger backup node/ledger.sqlite --out /mnt/backup/ledger-2027-05-03.sqlite
+    """
+    from fedpriv.privacy.ledger import reader
+    from fedpriv.privacy.ledger.head_file import head_path
+
+    if out.exists() or head_path(out).exists():
+        raise InputError(f"--out {out}: it or its head exists; name a new file")
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: its folder does not exist; make it first")
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        last = reader.write_copy(db, out)
+    values = {"backup": str(out), "entries": last.number if last else 0, "head": last.digest if last else None}
+    return Result(values, entries(values))
+
+
 @command(app, "adopt-head")
 def adopt_head(
     path: LedgerPath,
@@ -299,6 +325,7 @@ def register(
         str | None, typer.Option(help="Your statement why no record is in an earlier data set of this ledger.")
     ] = None,
     delta: Annotated[float | None, typer.Option(help="By default 1 / (10 N_k), at most 1e-5.")] = None,
+    new: Annotated[bool, typer.Option("--new", help="Make the ledger, of which there is none yet.")] = False,
 ) -> Result:
     """Register a data set in a node's ledger: it gets a random id and starts with nothing spent.
 
@@ -307,6 +334,8 @@ def register(
     `fedpriv node register` on the node compares them with those of earlier data sets first.
 
     Example: fedpriv ledger register node.sqlite --client 2 --num-records 5000 --disjoint "admissions of 2027 only"
+
+    Example: fedpriv ledger register node.sqlite --client 2 --num-records 5000 --new
     """
     from fedpriv.privacy.accounting.accountants import check_delta
     from fedpriv.privacy.accounting.views import default_delta
@@ -316,6 +345,9 @@ def register(
         raise InputError(f"--num-records {num_records}: must be >= 1")
     delta = default_delta(num_records) if delta is None else delta
     check_delta(delta)
+    if path.exists() == new:
+        found = "is there already; leave out --new" if new else "no such ledger; give its path, or --new to make one"
+        raise InputError(f"{path}: {found}")
     with Ledger(path) as opened:
         if opened.data_set() is not None and not (disjoint or "").strip():
             raise InputError("--disjoint: this ledger holds a data set; say why the new one shares no record with it")

@@ -74,13 +74,14 @@ EXAMPLES = {
     "evidence": Example("ledger.sqlite --out bundle.zip"),
     "ledger show": Example("ledger.sqlite --budget-epsilon 2", infinite="data_sets 0 epsilon_local"),
     "ledger verify": Example("ledger.sqlite"),
+    "ledger backup": Example("ledger.sqlite --out copy.sqlite"),
     "ledger adopt-head": Example("moved.sqlite", infinite="data_sets 0 epsilon_local"),
     "ledger recover": Example(
         "ledger.sqlite --from receipts.jsonl --key vault.key.pub", infinite="data_sets 0 epsilon_local"
     ),
     "ledger statement": Example("ledger.sqlite --client 0", infinite="statements 0 epsilon_local"),
     "ledger permit": Example("published/ledger.sqlite --client 0 --reason letter"),
-    "ledger register": Example("node.sqlite --client 0 --num-records 50 --disjoint 'cases of 2027'"),
+    "ledger register": Example("node.sqlite --client 0 --num-records 50 --new"),
     "dedup plan": Example("variants --fairness outcome", infinite="targets round-14 epsilon"),
     "dedup run": Example(
         "variants store --evaluator study:evaluator --block-size 128 --fairness outcome",

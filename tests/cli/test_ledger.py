@@ -206,7 +206,10 @@ def test_a_broken_chain_is_named_by_its_entry_and_nothing_is_stated_on_it(path):
 
 def test_another_data_set_needs_the_holders_statement(tmp_path):
     path = tmp_path / "node.sqlite"
-    first = as_json("ledger", "register", path, "--client", "0", "--num-records", "50")
+    _, missing = fedpriv("ledger", "register", path, "--client", "0", "--num-records", "50", code=2)
+    assert f"{path}: no such ledger; give its path, or --new to make one" in missing
+    assert not path.exists()
+    first = as_json("ledger", "register", path, "--client", "0", "--num-records", "50", "--new")
     _, refused = fedpriv("ledger", "register", path, "--client", "0", "--num-records", "60", code=2)
     assert "--disjoint" in refused
     second = as_json("ledger", "register", path, "--client", "0", "--num-records", "60", "--disjoint", "cases of 2027")

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedpriv.errors import InputError
 from fedpriv.holder.vault import RefusedError, RetiredError
 from fedpriv.holder.wire.frame import FAILED, MAX_ARRAYS_BYTES, REFUSED, RETIRED, Response, Scalar
+from fedpriv.privacy.ledger.entries import MOST
 
 log = logging.getLogger("flwr")
 
@@ -24,9 +25,8 @@ log = logging.getLogger("flwr")
 METRICS = "metrics"
 NUM_EXAMPLES = "num-examples"
 
-# Where Flower's strategies say which round it is, and the largest number that a ledger holds.
+# Where Flower's strategies say which round it is.
 _ROUND = "server-round"
-_MAX_ROUND = 2**63 - 1
 
 # Characters of all arrays' names: JSON writes at most six for one, and a stored header holds 2^20.
 _MAX_NAMES = 2**17
@@ -171,8 +171,8 @@ def round_of(content: RecordDict) -> int:
     """
     for record in content.config_records.values():
         if (number := record.get(_ROUND)) is not None:
-            if type(number) is not int or not 0 <= number <= _MAX_ROUND:
-                raise RefusedError(f"{_ROUND}: must be a whole number from 0 to 2^63 - 1")
+            if type(number) is not int or not 0 <= number <= MOST:
+                raise RefusedError(f"{_ROUND}: must be a whole number from 0 to {MOST}")
             return number
     return 0
 

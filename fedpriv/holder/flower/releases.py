@@ -67,7 +67,7 @@ class Account:
 
     Attributes:
         ledger: file of the node's ledger, created on first use, as are LEDGER.key and LEDGER.receipts.
-        client: the holder's name in it.
+        client: the holder's name in it; a number, as Flower has for its partitions, stands for its digits.
         num_records: N_k >= 1, registered on first use and constant from then on.
         budget_epsilon: the most that all runs may cost together; None sets no bound.
         delta: of the budget, in (0, 1); None means 1/(10 N_k), at most 1e-5.
@@ -79,7 +79,7 @@ class Account:
     """
 
     ledger: Path
-    client: str
+    client: str | int
     num_records: int
     budget_epsilon: float | None = None
     delta: float | None = None
@@ -120,13 +120,15 @@ class Account:
         """The registered data set; one is registered if there is none yet.
 
         Raises:
+            InputError: the ledger has registered another client, N_k or delta, so it is another holder's.
             LedgerError: the ledger cannot be used.
         """
         if not self._watch.key.exists():
             with Ledger(self.ledger):  # whose lock keeps other processes from making another key
                 self._watch.make_key()
-        found = registered_data_set(self._policy, self.client, self.num_records)
+        found = registered_data_set(self._policy, str(self.client), self.num_records)
         assert found is not None, "an account has a ledger"
+        found.check_fixed(self.ledger, client=self.client, num_records=self.num_records, delta=self.delta)
         return found
 
     def spent(self) -> PrivacySpent:
@@ -329,7 +331,7 @@ def _key_of(message: Message, account: Account) -> Key:
     content = message.content
     return Key(
         run=str(message.metadata.run_id),
-        client=account.client,
+        client=str(account.client),
         round=round_of(content),
         request=request_digest(message.metadata.message_type, content),
     )

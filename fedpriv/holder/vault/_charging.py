@@ -133,7 +133,8 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
     With `num_records`, a first one is registered. N_k stays as it was registered, however many records there are now.
 
     Raises:
-        RefusedError: no data set is registered, and none may be registered here; or it was registered since the start.
+        RefusedError: no data set is registered, and none may be registered here; it was registered since the start; or
+            with another delta than is set.
         LedgerError: the ledger cannot be used.
     """
     if policy.ledger is None:
@@ -144,6 +145,13 @@ def registered_data_set(policy: NodePolicy, client: str, num_records: int | None
                 raise RefusedError(
                     "data: were registered since this node's vault started; its operator must restart it"
                 )
+            try:
+                data_set.check_fixed(policy.ledger, delta=policy.delta)
+            except InputError as error:
+                log.error("%s", error)
+                raise RefusedError(
+                    "delta: is not what this node has registered; its operator must correct it"
+                ) from None
             return data_set
         if num_records is None:
             raise RefusedError("data: this node's operator has registered none")
@@ -366,11 +374,7 @@ def rule_note(rule: Choice | None, epsilon: float, delta: float, notes: Sequence
     note = filters.to_json(rule or RenyiFilter.derived(epsilon, delta))
     new = filters.rule_of([*notes, note])
     assert new is not None, "it holds the note"
-    if isinstance(new, CommittedPlans):
-        if not new.fits(epsilon, delta):
-            raise InputError(f"plan: {new}, above this data set's epsilon {epsilon:g} at delta {delta:g}")
-    elif new.limit(epsilon, delta) <= 0:
-        raise InputError(f"budget_epsilon = {epsilon:g}: {new} allows nothing at delta {delta:g}; use a larger one")
+    filters.check_allows(new, epsilon, delta)
     return note
 
 

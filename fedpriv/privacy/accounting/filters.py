@@ -30,6 +30,7 @@ import numpy as np
 from scipy import optimize
 from scipy.special import log_ndtr
 
+from fedpriv.errors import InputError
 from fedpriv.privacy.accounting import events as known_events
 from fedpriv.privacy.accounting.accountants import INTEGER_ORDERS, check_delta, epsilon_of
 from fedpriv.privacy.accounting.events import Event, SubsampledGaussian, group
@@ -346,6 +347,22 @@ def rule_in_force(notes: Sequence[str], epsilon: float, delta: float) -> Rule:
     Its order depends on epsilon and delta, which no upload decided, so the history counts under the filter as well.
     """
     return rule_of(notes) or RenyiFilter.derived(epsilon, delta)
+
+
+def check_allows(rule: Rule, epsilon: float, delta: float) -> None:
+    """Refuse a budget that is so small that the rule would never let anything pass.
+
+    Raises:
+        InputError: says from which budget on it would.
+    """
+    if isinstance(rule, CommittedPlans):
+        if not rule.fits(epsilon, delta):
+            raise InputError(f"plan: {rule}, above this data set's epsilon {epsilon:g} at delta {delta:g}")
+    elif (limit := rule.limit(epsilon, delta)) <= 0:  # which grows as epsilon does
+        raise InputError(
+            f"budget_epsilon = {epsilon:g}: {rule} allows nothing at delta {delta:g}; set at least "
+            f"{math.ceil(100 * (epsilon - limit) + 1) / 100:g}"
+        )
 
 
 def largest_budget(notes: Sequence[str], view: View) -> float | None:

@@ -46,8 +46,10 @@ from fedpriv.privacy.accounting.trade_off import (
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.05)
 """The shares of outsiders, wrongly accused, for which the most people found are told."""
 
-# Lines of a profile, from this epsilon to that at which so little of delta is left.
+# Lines of a profile, from this epsilon to that at which so little of delta is left; and further ones, for a mu at as
+# small a delta.
 _NUM_LINES, _FIRST_LINE, _LAST_LINE, _LAST_DELTA = 1500, 1e-4, 500.0, 1e-12
+_NUM_FURTHER, _LEAST_DELTA = 100, 1e-15
 # The grid of losses: a share of the loss of one release, and of that of all; its limits.
 _OF_ONE_LOSS, _OF_ALL_LOSS, _LEAST_INTERVAL, _LARGEST_INTERVAL = 0.1, 0.01, 1e-5, 5e-3
 # More histories than the first number share at most the second number of values of q, count and noise, the smallest of
@@ -168,8 +170,10 @@ def trade_off_of(events: tuple[Event, ...]) -> TradeOff:
     composition = tuple(event for event in events if event.sampling_probability > 0)
     if interval := affordable(composition, _interval(composition)):
         loss = total_loss(composition, interval)
-        last = np.clip(loss.get_epsilon_for_delta(_LAST_DELTA), 10 * _FIRST_LINE, _LAST_LINE)
-        epsilons = np.concatenate([[0.0], np.geomspace(_FIRST_LINE, last, _NUM_LINES)])
+        ends = [loss.get_epsilon_for_delta(delta) for delta in (_LAST_DELTA, _LEAST_DELTA)]
+        last, least = np.clip(ends, 10 * _FIRST_LINE, _LAST_LINE)
+        lines = np.geomspace(_FIRST_LINE, last, _NUM_LINES), np.geomspace(last, least, _NUM_FURTHER)
+        epsilons = np.concatenate([[0.0], *lines])
         deltas = np.clip(loss.get_delta_for_epsilon(epsilons), 0.0, 1.0)
         known = profile(epsilons, deltas + [rounding_of(delta, composition) for delta in deltas])
     else:

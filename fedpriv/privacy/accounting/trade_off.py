@@ -23,10 +23,9 @@ from fedpriv.privacy.accounting.law import Array
 # [tests] f of each share of outsiders that a test wrongly accuses.
 TradeOff = Callable[[Array], Array]
 
-# The rounding of mu found on a grid of tests.
-_MU_ROUNDING = 1 + 1e-4
-# Beyond this share of insiders found, a curve's distance from Gaussian DP is rounding.
-_NEARLY_ALL = 1 - 1e-9
+# Mu is bounded between tests until the bound exceeds what a test needs by so large a share, or after so many rounds, in
+# which each cell with a larger bound is cut into so many.
+_MU_SHARE, _MU_ROUNDS, _MU_CUTS = 1e-4, 6, 10
 _BISECTIONS = 45
 _MOST_ORDERS = 32
 
@@ -142,27 +141,48 @@ def revealing(trade_off: TradeOff, delta: float) -> TradeOff:
 
 
 def mu_of(trade_off: TradeOff, delta: float) -> float:
-    """The smallest mu with 1 - f(x) <= 1 - f_mu(x) + delta for all x, rounded up; infinite if there is none.
+    """The smallest mu with 1 - f(x) <= 1 - f_mu(x) + delta for all x, from above; infinite if there is none.
+
+    Only tests with x <= 1/2 count: those beyond mirror them, and ask for less.
 
     Args:
         trade_off: f.
         delta: in (0, 1).
     """
-    z = np.linspace(-37.0, 4.0, 500)
-    found = 1 - trade_off(special.ndtr(z)) - delta
-    # More than delta is found without a wrong accusation, or all is.
-    if found[0] > 0 or found.min() >= _NEARLY_ALL:
+    z = np.linspace(-37.0, 0.0, 500)
+    missed = trade_off(special.ndtr(z))
+    if missed[0] + delta < 1:  # more than delta is found without a wrong accusation
         return math.inf
-    worst = int(_mu_needed(found, z).argmax())
-    # The largest lies between the neighbours of the largest on the grid.
-    z = np.linspace(z[max(worst - 1, 0)], z[min(worst + 1, len(z) - 1)], 400)
-    return max(0.0, float(_mu_needed(1 - trade_off(special.ndtr(z)) - delta, z).max())) * _MU_ROUNDING
+    for _ in range(_MU_ROUNDS):
+        least, bounds = max(0.0, _mu_needed(missed + delta, z).max()), _mu_between(missed, z, delta)
+        (open_,) = np.nonzero(bounds > least * (1 + _MU_SHARE) + 1e-9)
+        if not len(open_):
+            break
+        width = (z[open_ + 1] - z[open_])[:, None]
+        new = (z[open_, None] + width * np.arange(1, _MU_CUTS) / _MU_CUTS).ravel()
+        z, missed = np.append(z, new), np.append(missed, trade_off(special.ndtr(new)))
+        order = z.argsort()
+        z, missed = z[order], missed[order]
+    return float(max(0.0, _mu_between(missed, z, delta).max()))
 
 
-def _mu_needed(found: Array, z: Array) -> Array:
-    """[tests] The mu that each test asks for; minus infinity for one that finds nothing, or all but rounding."""
-    told = (found > 0) & (found < _NEARLY_ALL)
-    return np.where(told, special.ndtri(np.where(told, found, 0.5)) - z, -np.inf)
+def _mu_needed(missed: Array, z: Array) -> Array:
+    """[tests] The mu that each test asks for, by the share missed and delta; minus infinity if it finds nothing."""
+    return np.asarray(-special.ndtri(np.clip(missed, 0.0, 1.0)) - z)
+
+
+def _mu_between(missed: Array, z: Array, delta: float) -> Array:
+    """[tests - 1] A bound on the mu that any test between two neighbours asks for.
+
+    The share found grows with x, and lies, being concave, below the line through the two tests before. Where that line
+    is below the curve of a mu at both ends of a cell, it is below all along: that curve is concave too.
+    """
+    x = special.ndtr(z)
+    slope = np.append(np.inf, np.diff(missed[:-1]) / -np.diff(x[:-1]))
+    with np.errstate(invalid="ignore"):
+        lines = np.minimum(missed[:-1] - slope * np.diff(x), missed[1:])
+    grown = _mu_needed(missed[1:] + delta, z[:-1])
+    return np.minimum(grown, np.maximum(_mu_needed(missed[:-1] + delta, z[:-1]), _mu_needed(lines + delta, z[1:])))
 
 
 def regret_of(trade_off: TradeOff, mu: float) -> float:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import operator
 import secrets
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.views import Release
 
@@ -142,6 +146,57 @@ def chained_digest(previous: str, content: Mapping[str, Any]) -> str:
 
 COLUMNS = tuple(field.name for field in fields(Entry))
 
+MOST = 10**15 - 1
+"""The largest whole number in an entry: receipts and evidence write out no larger one."""
+
+
+def _whole(value: Any) -> int:
+    return int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+
+
+def _real(value: Any) -> float:
+    return float(1.0 * value)
+
+
+def _text(value: Any) -> str:
+    text = str(value if isinstance(value, str) else operator.index(value))
+    text.encode()  # which half of a surrogate pair has no bytes for
+    return text
+
+
+# The type of each column, the values that it may hold, and how a refusal names them.
+_TEXT: tuple[Callable[[Any], Any], Callable[[Any], bool], str] = (_text, lambda _: True, "a text, or a whole number")
+_TYPES = {
+    "round": (_whole, lambda value: 0 <= value <= MOST, f"a whole number from 0 to {MOST}"),
+    "num_records": (_whole, lambda value: 1 <= value <= MOST, f"a whole number from 1 to {MOST}"),
+    "rho_bar": (_real, lambda value: 0 < value <= 1, "a number in (0, 1]"),
+    "aggregate_scale": (_real, lambda value: 1 <= value < math.inf, "a finite number >= 1"),
+    "delta": (_real, lambda value: 0 < value < 1, "a number in (0, 1), such as 1e-5"),
+}
+
+
+def as_stored(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a new entry, or of a key, as SQLite keeps them, so that what is hashed is what is stored.
+
+    Where a column holds text, a whole number stands for its digits, as Flower's ids of runs and partitions do; and
+    where it holds a whole number, so does a float without a fraction.
+
+    Raises:
+        LedgerError: a column cannot hold a value; one line with both, and what it may hold.
+    """
+    stored = dict(fields)
+    for name, value in fields.items():
+        to_type, may_be, must = _TYPES.get(name, _TEXT)
+        if value is None:
+            continue
+        try:
+            stored[name] = None if isinstance(value, bool) else to_type(value)
+        except (TypeError, ValueError, OverflowError):
+            stored[name] = None
+        if stored[name] is None or not may_be(stored[name]):
+            raise LedgerError(f"{name} = {value!r:.60}: must be {must}; nothing is written")
+    return stored
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
@@ -158,6 +213,19 @@ class DataSet:
     client: str
     num_records: int
     delta: float
+
+    def check_fixed(self, ledger: Path, **settings: Any) -> None:
+        """Refuse settings that are not what was fixed at registration; None leaves a field to that.
+
+        Raises:
+            InputError: names the first one, both values and what to do.
+        """
+        for name, value in as_stored(settings).items():
+            if value is not None and value != (fixed := getattr(self, name)):
+                raise InputError(
+                    f"{name} = {value!r}: {ledger} has registered its data set with {fixed!r}, which stays; set "
+                    "that, or name the ledger of these records"
+                )
 
     @property
     def delta_of_clocks(self) -> float:
@@ -244,9 +312,13 @@ class Queries:
         """All entries in order."""
         return self._entries("")
 
-    def _entries(self, condition: str, values: tuple[str, ...] = ()) -> Iterator[Entry]:
+    def _entries(self, condition: str, values: tuple[str | int, ...] = ()) -> Iterator[Entry]:
         for row in self._execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number", values):
             yield Entry(**dict(zip(COLUMNS, row, strict=True)))
+
+    def stored_entry(self, number: int) -> Iterator[Entry]:
+        """The entry with this number, if there is one."""
+        return self._entries("WHERE number = ?", (number,))
 
     def adoptions(self) -> list[Entry]:
         """The entries of phase `adopted`, in order; an empty list for a ledger that always had its head."""

@@ -35,6 +35,27 @@ def head_path(path: Path) -> Path:
     return path.with_name(path.name + ".head")
 
 
+def wal_path(path: Path) -> Path:
+    """PATH-wal, which SQLite keeps, and in which a ledger in use has its newest entries."""
+    return path.with_name(path.name + "-wal")
+
+
+def has_log(path: Path) -> bool:
+    """Whether anything is in PATH-wal."""
+    log = wal_path(path)
+    return log.is_file() and log.stat().st_size > 0
+
+
+def without_log(path: Path) -> str:
+    """The likely cause why a file lacks what its head has seen, and the cure, if no log is beside it; else nothing."""
+    if has_log(path):
+        return ""
+    return (
+        f"; a copy of a ledger in use needs {wal_path(path).name} too: make copies with `fedpriv ledger backup`, which "
+        "takes all"
+    )
+
+
 def opened(path: Path) -> int:
     """A descriptor of a ledger's head, which is created empty if there is none."""
     return os.open(head_path(path), os.O_RDWR | os.O_CREAT, 0o600)
@@ -105,6 +126,7 @@ def check_unused(text: str, path: Path) -> None:
         seen = "entries" if head is None else f"entry {head[0]}"
         raise LedgerError(
             f"{path}: damaged: it is empty, but {head_path(path).name} has seen {seen}; restore the newest copy"
+            f"{without_log(path)}"
         )
 
 
@@ -126,7 +148,9 @@ def check(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:
         )
     row = db.execute("SELECT digest FROM entries WHERE number = ?", head[:1]).fetchone()
     if head != START and (row is None or row[0] != head[1]):
-        raise LedgerError(f"{path}: broken chain: ends at entry {last}, but {name} has seen entry {head[0]}")
+        raise LedgerError(
+            f"{path}: broken chain: ends at entry {last}, but {name} has seen entry {head[0]}{without_log(path)}"
+        )
 
 
 def check_missing(text: str, db: sqlite3.Connection, path: Path, last: int) -> None:

@@ -11,8 +11,8 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -40,11 +40,10 @@ from fedpriv.privacy.ledger.entries import (
     Key,
     LedgerConnection,
     Queries,
+    as_stored,
 )
-from fedpriv.privacy.ledger.reader import as_ledger_errors, check_version, verify
+from fedpriv.privacy.ledger.reader import as_ledger_errors, check_version, verify, write_copy
 from fedpriv.privacy.ledger.receipts import Chain, Missing, chain_of, chains_of
-
-_FLOAT_COLUMNS = ("rho_bar", "aggregate_scale", "delta")
 
 
 class Ledger(Queries):
@@ -166,7 +165,10 @@ class Ledger(Queries):
             note: if the client has registered data before, why this data set shares no record with them.
             bound: how its budget is enforced, see `bound`; None leaves that open until the first charge.
         """
-        registered = DataSet(id=data_set or secrets.token_hex(16), client=client, num_records=num_records, delta=delta)
+        registered = DataSet(
+            id=data_set or secrets.token_hex(16),
+            **as_stored({"client": client, "num_records": num_records, "delta": delta}),
+        )
         line = _registration(registered) | {"note": note}
         if bound is None:
             self._append([line])
@@ -262,8 +264,13 @@ class Ledger(Queries):
         return chains_of(self._db)
 
     def release(self, released: Sequence[tuple[Charge, str | None]]) -> None:
-        """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived."""
+        """Record how charges ended: the rho_bar of their round, and the digest of each reply that arrived.
+
+        Then the file itself has all entries, as far as readers let it, and not the log alone.
+        """
         self._append([charge.line_of_release(reply) for charge, reply in released])
+        with suppress(sqlite3.OperationalError):  # the entries are on disk already
+            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def store(self, key: Key, content: bytes, note: str | None = None) -> bytes:
         """Record the upload of a charge with its content, and return what to send: what was stored first for this key.
@@ -291,9 +298,7 @@ class Ledger(Queries):
         charge = Charge(key=key, data_set=row[0], release=release, noise_source=row[4])
         with self._transaction():
             self._insert([charge.line_of_release(hashlib.sha256(content).hexdigest(), note)])
-            self._db.execute(
-                "DELETE FROM replies WHERE run = ? AND client = ? AND round < ?", (key.run, key.client, key.round)
-            )
+            self._db.execute("DELETE FROM replies WHERE run = ? AND client = ? AND round < ?", _key_values(key)[:3])
             self._db.execute("INSERT INTO replies VALUES (?, ?, ?, ?, ?)", (*_key_values(key), content))
         self._write_head()
         return content
@@ -325,16 +330,7 @@ class Ledger(Queries):
 
     def copy(self, path: Path) -> None:
         """Write a copy of the ledger as it is now, with a head of its own."""
-        with as_ledger_errors(path):
-            file = head_file.opened(path)
-            try:
-                if head_file.parse(head_file.read(file)) is None:
-                    head_file.begin(file, path)
-                with closing(sqlite3.connect(path)) as target:
-                    self._db.backup(target)
-                head_file.write(file, *self.last)
-            finally:
-                os.close(file)
+        write_copy(self._db, path)
 
     def _append(self, lines: Sequence[dict[str, Any]], *, version: int = VERSION) -> None:
         """Append entries, all or none of them; no reader opens the file any more that knows only older versions."""
@@ -347,17 +343,14 @@ class Ledger(Queries):
     def _insert(self, lines: Sequence[dict[str, Any]]) -> None:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         for line in lines:
-            # SQLite returns 1.0 for a 1 in these columns, which would change the digest.
-            line = {
-                name: float(value) if name in _FLOAT_COLUMNS and value is not None else value
-                for name, value in line.items()
-            }
-            entry = Entry(number=self._number + 1, time=time, **line)
+            entry = Entry(number=self._number + 1, time=time, **as_stored(line))
             entry = replace(entry, digest=entry.chained_digest(self._digest))
             self._db.execute(
                 f"INSERT INTO entries VALUES ({', '.join('?' * len(COLUMNS))})",
                 [getattr(entry, name) for name in COLUMNS],
             )
+            if [*self._db.stored_entry(entry.number)] != [entry]:
+                raise LedgerError(f"{self.path}: SQLite keeps another entry than was hashed; nothing is written")
             self._number, self._digest = entry.number, entry.digest
 
     @contextmanager
@@ -393,4 +386,5 @@ def _bounded(data_set: DataSet, note: str) -> dict[str, Any]:
 
 
 def _key_values(key: Key) -> tuple[str, str, int, str]:
-    return key.run, key.client, key.round, key.request
+    run, client, round_, request = as_stored(asdict(key)).values()
+    return run, client, round_, request

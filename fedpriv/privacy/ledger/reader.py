@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sqlite3
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import read_text
 from fedpriv.privacy.ledger import head_file
 from fedpriv.privacy.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry, LedgerConnection
-from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN, head_path
+from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN, head_path, wal_path
 
 # Written by a run into its folder, and by the operator of a node into its own.
 REGISTRATIONS, CONFIG, NODE = "registrations.json", "config.toml", "vault.toml"
@@ -50,16 +51,22 @@ def reading(path: Path) -> Iterator[LedgerConnection]:
 
 
 def _connect_to_read(path: Path) -> LedgerConnection:
-    """A connection that never changes the ledger; SQLite may write its own files next to it if permitted."""
-    for options in ("mode=rw", "mode=ro&immutable=1"):
+    """A connection that never changes the ledger; SQLite may write its own files next to it if permitted.
+
+    Where it is not, as on a read-only medium, nobody writes, and the log's index is kept in memory.
+    """
+    alone = "mode=ro&vfs=unix-none" if head_file.has_log(path) else "mode=ro&immutable=1"
+    for options in ("mode=rw", alone):
         db = sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, timeout=10, factory=LedgerConnection)
         try:
+            if options == alone:
+                db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute("PRAGMA query_only = ON")
             check_version(db, path)
             return db
         except sqlite3.OperationalError:
             db.close()
-            if "immutable" in options:
+            if options == alone:
                 raise
         except BaseException:
             db.close()
@@ -110,6 +117,29 @@ def verify_without_head(db: LedgerConnection, path: Path) -> Entry | None:
     return last
 
 
+def write_copy(db: LedgerConnection, path: Path) -> Entry | None:
+    """Write a copy of a ledger, also of one in use, with a head of its own, for its owner alone; return its last entry.
+
+    Until it is complete, its head is that of an empty ledger, and it is refused.
+
+    Raises:
+        LedgerError: it cannot be written, or is broken.
+    """
+    with as_ledger_errors(path):
+        head = head_file.opened(path)
+        try:
+            if head_file.parse(head_file.read(head)) is None:
+                head_file.begin(head, path)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+            with closing(sqlite3.connect(path, factory=LedgerConnection)) as target:
+                db.backup(target)
+                last = verify(target, path)
+            head_file.write(head, *((last.number, last.digest) if last else head_file.START))
+        finally:
+            os.close(head)
+    return last
+
+
 def check_version(db: LedgerConnection, path: Path) -> int:
     """The version of the file.
 
@@ -117,6 +147,8 @@ def check_version(db: LedgerConnection, path: Path) -> int:
         LedgerError: this fedpriv does not read that version.
     """
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    if not version:  # a file without a table
+        head_file.check_unused(head_file.read_beside(path), path)
     if not VERSION <= version <= LATEST_VERSION:
         raise LedgerError(f"{path}: ledger version {version}: this fedpriv reads {VERSION} to {LATEST_VERSION}")
     return version
@@ -234,7 +266,7 @@ def carry_on(ledger: Path) -> None:
     moves = [(path, path_of(ledger, _whose(path, ledger))) for path in by_number]
     for path, new in moves:
         # The ledger itself last: whatever a crash leaves behind is moved at the next start.
-        for old in (head_path(path), path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"), path):
+        for old in (head_path(path), wal_path(path), path.with_name(f"{path.name}-shm"), path):
             if old.exists():
                 old.rename(new.with_name(old.name.replace(path.name, new.name, 1)))
 

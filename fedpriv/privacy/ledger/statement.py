@@ -170,11 +170,13 @@ def enforcement(db: LedgerConnection, data_set: DataSet | None, epsilon: float |
     """The rule that enforces the budget of a data set, and the share of it that is used, in words.
 
     Raises:
+        InputError: the budget is so small that nothing would ever be released.
         ValueError: the ledger names a rule that this fedpriv does not know.
     """
     if data_set is None or epsilon is None:
         return "nothing: there is no budget or no data set"
     rule, used = enforced(db, data_set, epsilon, view)
+    filters.check_allows(rule, epsilon, data_set.delta_for_releases)
     largest = filters.largest_budget(db.bounds(data_set.id), view) or 0.0
     proven = f"; proven is epsilon {largest:g}, the largest budget in force so far" if largest > epsilon else ""
     return f"by {rule}, {used:.0%} of it used{proven}"

@@ -25,22 +25,21 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, dp_event, pld,
 from scipy import optimize, stats
 
 TOLERANCES, LEAST = {"pld": (1e-3, 1e-3), "rdp": (1e-6, 1e-6), "risk": (1e-3, 1e-2)}, 1e-6  # of a figure
-GRID, LARGE, TINY, MANY_CLIENTS = 1e-4, 100.0, 1e-9, 32  # of losses; epsilon, delta; risks of more are bounds
+GRID, MOST_LOSSES, LARGE, MANY_CLIENTS = 1e-4, 3e6, 100.0, 32  # of losses; above, or of more, a risk is a bound
 LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, more counts as this; part of delta
 VIEWS, KEY, RATES = ("local", "rho", "aggregate"), ("run", "client", "round", "request"), ("0.001", "0.01", "0.05")
 CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
 Object = Mapping[str, Any]
 Events = tuple[tuple["Seen", int], ...]  # each different release, and how many of it there were
 NUMBER, INSIDE = r"\d+(\.\d+)?(e[+-]\d+)?", r"0\.\d*[1-9]\d*|[1-9](\.\d+)?e-\d+"  # from 0 on; between 0 and 1
-WRITTEN = rf"""(?x)(data_set|client|run|request|event|note|reply|reason|signer|signature)=(".*"|null)  # name=JSON
+WRITTEN = rf"""(?x)(data_set|client|run|request|event|note|noise_source|reply|reason|signer|signature)=(".*"|null)
     |(digest|previous|replaces)="[0-9a-f]{{64}}" |time="\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
     |phase="(registered|changed|charged|released|adopted|recovered|bounded|permitted|withdrawn)"
-    |noise_source=("(secure|seeded)?"|null) |unit="(record|person|client)" |rule="(renyi|gaussian|plan)"
     |kind="subsampled_gaussian" |version=1 |(number|num_records|count|order)=([1-9]\d{{0,14}}|null)
     |(counter|round|num_readers)=(\d{{1,15}}|null) |aggregate_scale=([1-9]\d*(\.\d+)?(e\+\d+)?|null)
     |(delta|rho_bar)=({INSIDE}|null) |rho_bar=1\.0 |sampling_probability=({INSIDE}|[01](\.0)?)
     |(noise_multiplier|epsilon)={NUMBER} |budget=\[{NUMBER},\s"(local|aggregate)"\] |events=\[.*\]
-    |other_holders=\[(\[{NUMBER},\s({INSIDE}|[01]\.0)\](,\s)?)*\]"""
+    |unit="(record|person|client)"|rule="(renyi|gaussian|plan)"|other_holders=\[(\[{NUMBER},\s({INSIDE}|[01]\.0)\](,\s)?)*]"""
 
 
 class Findings(list[str]):
@@ -187,7 +186,7 @@ def seen_by(view: str, releases: Iterable[Object]) -> Events:
 
 def composed(events: Events, interval: float = 0.0, orders: Sequence[int] | None = None) -> Any:
     """All events in an accountant of dp-accounting: by pld on a grid of losses, or by rdp at some orders."""
-    interval *= 10 if any(len(event.moves) > 1 for event, _ in events) else 1  # it does for mixtures, which take long
+    interval *= 10 if any(len(event.moves) > 1 for event, _ in events) else 1  # does for mixtures, which take long
     total: Any = pld.PLDAccountant(value_discretization_interval=interval) if interval else rdp.RdpAccountant(orders)
     for event, count in events:
         one: Any = GaussianDpEvent(event.z)
@@ -202,18 +201,20 @@ def composed(events: Events, interval: float = 0.0, orders: Sequence[int] | None
 
 
 @functools.lru_cache(maxsize=4096)
-def epsilon_of(events: Events, delta: float, accountant: str) -> float:
-    """Epsilon at delta: all events are composed first, and converted once."""
-    by_rdp, rounding = float(composed(events).get_epsilon(delta)), 1e-14 + 2e-17 * sum(count for _, count in events)
-    grid, left = GRID * max(1.0, by_rdp / LARGE), delta - rounding * (delta < TINY)
-    is_rdp = accountant == "rdp" or grid > 1 or left <= 0
-    return by_rdp if is_rdp else min(by_rdp, float(composed(events, grid).get_epsilon(left)))
+def epsilon_of(events: Events, delta: float, kind: str, printed: float | None = None) -> float:
+    """Epsilon at delta: all are composed first, and converted once; by pld the lesser of both, or the printed one."""
+    by_rdp, reach = (float(composed(events).get_epsilon(at)) for at in (delta, 1e-15))
+    interval, said = max(GRID, 2 * reach / MOST_LOSSES), printed or math.inf
+    if kind == "rdp" or interval > 1 or math.isclose(said, by_rdp, rel_tol=TOLERANCES["rdp"][0]):
+        return by_rdp
+    loss, off = composed(events, interval), 3e-14 + 1e-16 * sum(count for _, count in events)  # by Fourier transforms
+    low, high = (float(loss.get_epsilon(at)) if at > 0 else math.inf for at in (delta + off, delta - 2 * off))
+    return min(by_rdp, high, max(low, said))
 
 
 def cost_of(events: Events, order: int) -> float:
     """The sum that a budget's rule keeps: of divergences at a Renyi order; without one, of 1 / z^2, which is mu^2."""
-    total = composed(events, orders=[order])._rdp if order else [n / e.z**2 if e.z else math.inf for e, n in events]
-    return math.fsum(total)
+    return math.fsum(composed(events, 0, [order])._rdp if order else [n / e.z**2 if e.z else np.inf for e, n in events])
 
 
 def divergence_at(order: int, epsilon: float, delta: float) -> float:
@@ -230,20 +231,20 @@ def risk_of(events: Events, delta: float, order: int = 0) -> dict[str, float]:
     if any(event.z == 0 for event, _ in events):
         return {"mu": math.inf} | dict.fromkeys(("advantage", *RATES), 1.0)
     cost, exact = cost_of(events, order), not order and all(min(event.drawn) == 1 for event, _ in events)
-    profile: Any = None, None
+    profile: Any = None, None, np.linspace(-37.0, 0.0, 4000)  # with half of the tests: the others mirror them
     if not order and not exact:
         typical = min(p * move / max(e.z, 1.0) for e, _ in events for move, p in zip(e.moves, e.drawn, strict=True))
         loss = composed(events, float(np.clip(typical / 50, GRID / 10, 50 * GRID)))
-        epsilons = np.append(0.0, np.geomspace(1e-4, min(loss.get_epsilon(1e-12), 600.0) + 1e-3, 1500))
-        profile = np.asarray(loss.get_delta(epsilons)), np.exp(epsilons)
-    found: Any = functools.partial(found_at, cost, order, *profile)
-    mu, z = math.sqrt(cost) if exact else 0.0, np.linspace(-37.0, 4.0, 1000)
-    for _ in range(0 if exact else 2):  # the second time about the largest, which is sharp at a Renyi order
-        beyond = np.nan_to_num(stats.norm.ppf(np.clip(found(stats.norm.cdf(z)) - delta, 0, 1)) - z, posinf=0, neginf=0)
-        mu, worst = float(beyond.max(initial=mu)), int(beyond[1:-1].argmax()) + 1
-        z = np.linspace(z[worst - 1], z[worst + 1], len(z))
+        epsilons = np.append(0.0, np.geomspace(1e-4, min(loss.get_epsilon(1e-15), 600.0) + 1e-3, 2000))
+        deltas, ratio = loss.get_delta(epsilons), np.exp(epsilons)
+        profile = deltas, ratio, stats.norm.ppf(np.clip(-np.diff(deltas) / np.diff(ratio), 1e-300, 0.5))  # of corners
+    found: Any = functools.partial(found_at, cost, order, *profile[:2])
     balanced = optimize.brentq(lambda x: float(found(np.array([max(x, 1e-300)]))[0]) + x - 1, -1.0, 0.5)
-    return {"mu": mu, "advantage": 1 - 2 * balanced} | {at: float(found(np.array([float(at)]))[0]) for at in RATES}
+    z = np.append(profile[2], stats.norm.ppf(balanced))  # of the last test, the only corner of a divergence's curve
+    needed = stats.norm.ppf(np.clip(found(stats.norm.cdf(z)) - delta, 0, 1)) - z
+    first, *rates = found(np.array([1e-300, *map(float, RATES)])).tolist()
+    mu = math.inf if not exact and first > delta else float(needed.max(initial=exact * math.sqrt(cost)))
+    return {"mu": mu, "advantage": 1 - 2 * balanced} | dict(zip(RATES, rates, strict=True))
 
 
 def found_at(cost: float, order: int, deltas: Any, ratio: Any, x: Any) -> Any:
@@ -282,7 +283,7 @@ def check_data_set(row: Object, entries: Sequence[Object], releases: Sequence[Ob
     to.check(facts.items() <= row.items(), f"{name}: {', '.join(f'{key} {row[key]}' for key in facts)}", facts)
     for view in VIEWS if any(release["rho"] < 1 for release in releases) else ("local", "aggregate"):
         for kind, printed in (("pld", row[f"epsilon_{view}"]), ("rdp", row["rdp"][view])):
-            epsilon = epsilon_of(seen_by(view, releases), delta, kind)
+            epsilon = epsilon_of(seen_by(view, releases), delta, kind, printed)
             to.compare(f"{name}: epsilon_{view} at delta {delta:g} by {kind}", printed, epsilon, kind)
     rules = [to.parsed(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
     last: Object = rules[-1] if rules else {"rule": "none"}
@@ -318,10 +319,10 @@ def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], to: Fi
         releases, delta = spent[str(client["client"])], client["delta"]
         name = f"client {client['client']} in the run's summary"
         for key in (*keys, "epsilon_local_this_run"):
-            on, is_run = key.split("_")[1], key.endswith("run")
-            counted = [release for release in releases if not is_run or release["run"] == printed["run_id"]]
-            if key in client and (client[key] is not None or all(release[on] is not None for release in counted)):
-                found, claim = epsilon_of(seen_by(on, counted), delta, "pld"), f"{name}: {key} at delta {delta:g}"
+            on, is_run, claim = key.split("_")[1], key.endswith("run"), f"{name}: {key} at delta {delta:g}"
+            some = [release for release in releases if not is_run or release["run"] == printed["run_id"]]
+            if key in client and (client[key] is not None or all(release[on] is not None for release in some)):
+                found = epsilon_of(seen_by(on, some), delta, "pld", client[key])
                 to.compare(claim, client[key], found, "pld", is_bound=printed["upper_bound_only"])
         units = {release["event"]["unit"] for release in releases} | {printed["unit"]}
         holds = all(release[view] is not None for release in releases)
@@ -345,8 +346,8 @@ def check_budget(row: Object, releases: Sequence[Object], rules: Any, slots: Any
     limit = divergence_at(order, epsilon, delta) if kind in ("renyi", "gaussian") else 0.0
     used = cost_of(seen_by(view, releases), order)
     if kind == "plan":
-        for plan, events in zip(rules, slots, strict=True):
-            to.compare(f"{name}: epsilon of a plan", plan["epsilon"], epsilon_of(events, plan["delta"], "pld"), "pld")
+        for p, events in zip(rules, slots, strict=True):
+            to.compare(f"{name}: epsilon of a plan", e := p["epsilon"], epsilon_of(events, p["delta"], "pld", e), "pld")
         total = [math.fsum(plan[key] for plan in rules) for key in ("epsilon", "delta")]
         to.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
         used, limit = sum(r["event"]["count"] for r in releases), sum(n for events in slots for _, n in events)
@@ -390,8 +391,7 @@ def main() -> int:
     except Exception as error:  # whatever it is, it was not confirmed
         to.check(False, f"the bundle has a manifest, and {part} can be read and computed to its end", repr(error))
     to.check(None, "what no node signs, as rho_bar, num_readers, delta, times; that noise was drawn; other ledgers")
-    failures = sum(line.startswith("NOT CONFIRMED") for line in to)
-    print("\n".join([*to, f"{failures} NOT CONFIRMED"]))
+    print("\n".join([*to, f"{(failures := sum(line.startswith('NOT CONFIRMED') for line in to))} NOT CONFIRMED"]))
     return 1 if failures else 0
 
 

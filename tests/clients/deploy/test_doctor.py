@@ -16,7 +16,7 @@ from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError
 from fedpriv.files import User
-from fedpriv.holder.vault._charging import NodePolicy, charge
+from fedpriv.holder.vault._charging import NodePolicy, RefusedError, charge, registered_data_set
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.operate import approvals
@@ -51,6 +51,29 @@ def failed(node: Node) -> dict[str, str]:
     """The checks that fail, besides those that need a coordinator."""
     found = {check.name: check.detail for check in doctor.checks(Node.read(node.folder)) if not check.ok}
     return {name: detail for name, detail in found.items() if name not in OFFLINE}
+
+
+def changed(node: Node, **values: object) -> None:
+    """Write other values into the node's settings."""
+    file = node.folder / "vault.toml"
+    file.write_text(tomli_w.dumps(tomllib.loads(file.read_text()) | values))
+
+
+def test_settings_that_the_registered_data_set_does_not_have_or_allow_fail_until_the_advice_is_followed(node):
+    with Ledger(node.vault.ledger) as ledger:
+        known = ledger.data_set()
+    changed(node, delta=1e-9)
+    assert f"delta = 1e-09: {node.vault.ledger} has registered" in failed(node)["registered"]
+    vault = Node.read(node.folder).vault
+    policy = NodePolicy(ledger=vault.ledger, budget_epsilon=4.0, delta=vault.delta, watch=ReceiptWatch.of(vault))
+    with pytest.raises(RefusedError, match="delta: is not what this node has registered"):
+        registered_data_set(policy, "1", None)
+    changed(node, delta=known.delta, budget_epsilon=0.01)
+    told = failed(node)
+    assert told.keys() == {"enforced"}
+    assert "budget_epsilon = 0.01: a Renyi filter of order" in told["enforced"]
+    changed(node, budget_epsilon=float(told["enforced"].rpartition("set at least ")[2]))
+    assert failed(node) == {}
 
 
 def without(node: Node, key: str) -> None:

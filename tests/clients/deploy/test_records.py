@@ -164,14 +164,44 @@ def test_on_a_terminal_what_is_required_is_asked_for(tmp_path, invite, data, mon
 def test_a_ledger_that_was_there_before_keeps_what_it_registered(tmp_path, invite, data):
     path = tmp_path / "kept" / "ledger.sqlite"
     with Ledger(path) as ledger:
-        before = ledger.register("1", 5, 1e-6)
+        before = ledger.register("1", 6, 1e-6)
     more = ("--labels", ",".join(LABELS), "--budget-epsilon", 4, "--ledger", path)
     done = init(tmp_path / "node", invite, data, *more)
     assert done.returncode == 0, done.stderr
-    assert f"registered N_k = 5, data set {before.id}" in done.stdout
-    assert "had registered this number before, and it stays" in done.stdout
+    assert f"registered N_k = 6, data set {before.id}" in done.stdout
     with Ledger(path) as ledger:
         assert ledger.data_set() == before
+
+
+def test_the_ledger_of_other_records_is_not_taken_as_one_s_own(tmp_path, invite, data):
+    options = ("--labels", ",".join(LABELS), "--budget-epsilon", 4)
+    path = tmp_path / "ledger.sqlite"
+    assert init(tmp_path / "anna", invite, data, *options, "--ledger", path).returncode == 0
+    with Ledger(path) as ledger:
+        before, known = ledger.last, ledger.data_set()
+    # As many records, with the same number in another federation.
+    other = write_records(tmp_path / "other.csv", [(f"other {row}", LABELS[0]) for row in range(6)])
+    done = init(tmp_path / "bruno", invite, other, *options, "--ledger", path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"ledger = '{path}': was kept for other records than those in {other}" in done.stderr
+    assert not (tmp_path / "bruno").exists()
+    assert init(tmp_path / "bruno", invite, other, *options).returncode == 0, "the cure: a ledger of their own"
+    # A delta that is not the registered one; its cure is to leave it.
+    done = init(tmp_path / "again", invite, data, *options, "--ledger", path, "--delta", 1e-7)
+    assert "delta = 1e-07: " in done.stderr
+    assert f"with {known.delta!r}, which stays" in done.stderr
+    # Its own records again, and more of them.
+    more = write_records(tmp_path / "more.csv", [*ROWS, ("f", LABELS[0])])
+    done = init(tmp_path / "again", invite, more, *options, "--ledger", path)
+    assert done.returncode == 0, done.stderr
+    assert "had registered this number before, and it stays" in done.stdout
+    with Ledger(path) as ledger:
+        assert ledger.last == before
+    # Without a note on the records, what was registered decides.
+    with Ledger(tmp_path / "bare.sqlite") as ledger:
+        ledger.register("1", 5, 1e-5)
+    done = init(tmp_path / "bare", invite, data, *options, "--ledger", tmp_path / "bare.sqlite")
+    assert "num_records = 6: " in done.stderr
 
 
 def registered(node: Path, *more: object) -> subprocess.CompletedProcess[str]:

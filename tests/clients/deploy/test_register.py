@@ -180,7 +180,7 @@ def test_a_plan_that_is_not_the_nodes_is_refused_by_name(node, plan_of, changes,
 )
 def test_what_cannot_be_registered_is_one_line(node, options, message):
     if message is None:
-        message = "allows nothing at delta 1e-05; use a larger one"
+        message = "allows nothing at delta 1e-05; set at least 10.1"
     with pytest.raises(InputError, match=message):
         register(node, *options)
 

@@ -303,6 +303,18 @@ def test_values_out_of_range_are_refused_at_once(tmp_path):
         Account(ledger=tmp_path / "ledger", client="clinic", num_records=0)
 
 
+def test_one_ledger_is_one_holders_and_a_partition_s_number_is_its_name(tmp_path):
+    """Flower gives every virtual client the same path, and the number of its partition as an integer."""
+    path, facts = tmp_path / "ledger", {"num_records": 100, "delta": 1e-5}
+    first = Account(ledger=path, client=0, **facts)
+    assert first.data_set == Account(ledger=path, client="0", **facts).data_set
+    for wrong in ({"client": 1}, {"num_records": 200}):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} = .* which stays") as told:
+            _ = Account(**{"ledger": path, "client": 0, **facts, **wrong}).data_set
+        assert "\n" not in str(told.value)
+    assert Account(ledger=tmp_path / "own", client=1, **facts).data_set.client == "1", "the cure"
+
+
 def exact_delta(epsilon, multiplier):
     """The delta of one Gaussian mechanism (Balle and Wang 2018, Theorem 8)."""
     mu = 1 / multiplier

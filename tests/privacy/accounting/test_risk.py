@@ -61,6 +61,22 @@ def test_the_figures_of_gaussian_dp_are_those_of_its_mu(mu):
     assert trade_off.regret_of(f, 1.2 * mu) > 0.005
 
 
+@pytest.mark.parametrize("delta", [1e-5, 1e-12])
+@pytest.mark.parametrize(
+    "f",
+    [
+        RenyiFilter(order=6).trade_off(0.2734),  # with a smooth hill and, higher and narrower, a corner
+        RenyiFilter(order=20).trade_off(1.3),
+        trade_off.of_group(trade_off.gaussian(0.5), 2),
+        risk.trade_off_of((SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.125, count=2),)),
+    ],
+)
+def test_no_test_of_a_fine_grid_asks_for_more_than_mu(f, delta):
+    grids = np.array_split(special.ndtr(np.linspace(-20, 6, 50_001)), 50)
+    needed = max(float((-special.ndtri(np.minimum(f(x) + delta, 1)) - special.ndtri(x)).max()) for x in grids)
+    assert needed * (1 - 1e-5) <= trade_off.mu_of(f, delta) <= needed * (1 + 3e-4)
+
+
 def sampled(z: float, q: float = 1.0, steps: int = 1) -> SubsampledGaussian:
     return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
 

@@ -182,6 +182,26 @@ def test_the_share_of_a_budget_is_confirmed_for_every_rule_and_a_spent_one_is_na
         assert any(f"used, by the rule {rule}" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("delta", "rule", "noise_source", "released"),
+    [
+        (1e-12, None, "secure", [(1.0, 0.01, 1000)]),  # which is near the rounding of Fourier transforms
+        (1e-5, RenyiFilter(order=6), "secure", [(3.570714214271425, 1.0, 1), (1.5, 0.125, 1)]),  # a mu at a corner
+        (1e-5, None, "numpy", [(4.0, 1.0, 3)]),  # of Flower's own mods, as the ledger's mod for them names it
+    ],
+)
+def test_the_evidence_of_an_honest_ledger_is_confirmed(delta, rule, noise_source, released, tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        data_set = ledger.register("0", 120, delta, bound=filters.to_json(rule) if rule else None)
+        for round_, (z, q, count) in enumerate(released):
+            event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
+            key, release = Key(run="run", client="0", round=round_, request="x"), Release(event=event, rho_bar=1.0)
+            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source=noise_source)])
+    write_evidence(tmp_path / "bundle.zip", {"ledger": Exhibit(ledger=tmp_path / "ledger.sqlite")})
+    code, lines = verified(tmp_path / "bundle.zip")
+    assert (code, failures(lines)) == (0, [])
+
+
 def test_epsilons_agree_with_ours_on_random_histories():
     rng = random.Random(43)
     for _ in range(3):

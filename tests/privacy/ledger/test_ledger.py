@@ -1,6 +1,7 @@
 """A ledger keeps every charge, gives each upload once, and refuses to go on when anything is wrong with its file."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -10,8 +11,10 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedpriv.errors import LedgerError
@@ -24,6 +27,7 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import names_in, reading, verify_with_head
 from fedpriv.runs import files
 from fedpriv.texts import holder_label
+from tests.cli.command_line import as_json, fedpriv
 
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=3)
 SETS = [DataSet(id=f"d{k}", client=str(k), num_records=9, delta=1e-5) for k in range(2)]
@@ -97,6 +101,64 @@ def test_one_key_is_charged_once_and_a_failed_batch_charges_nobody(path):
         ledger.charge([charge_for(data_set, 2)])
     with reading(path) as db:
         assert verify_with_head(db, path).number == 3
+
+
+def key_with(**changed: object) -> Key:
+    return replace(charge_for("").key, **{"round": 6, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "stored"),
+    [
+        ({"run": 7}, ("7", "0", 6)),  # Flower's run_id
+        ({"client": 0}, ("r", "0", 6)),  # its partition-id
+        ({"round": 6.0}, ("r", "0", 6)),
+        ({"round": np.int64(6), "client": np.str_("0")}, ("r", "0", 6)),
+        ({"run": "a\0b"}, ("a\0b", "0", 6)),
+    ],
+)
+def test_what_sqlite_would_change_is_changed_before_it_is_hashed(filled, changed, stored):
+    key = key_with(**changed)
+    with Ledger(filled) as ledger:
+        ledger.charge([replace(charge_for(ledger.data_set().id), key=key)])
+        assert ledger.phase(key) == "charged"
+        ledger.store(key, b"reply")
+    with Ledger(filled) as ledger:
+        assert ledger.stored(key) == b"reply"
+        entry = list(ledger.entries())[-1]
+        assert (entry.run, entry.client, entry.round) == stored
+        assert ledger.register(1, 80.0, np.float64(1e-5)) == ledger.data_set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("client", value) for value in (True, 1.5, b"0", "\ud800")],
+        *[("round", value) for value in (True, 6.5, -1, 10**15, "6")],
+        *[("num_records", value) for value in (0, -5, 80.5, True, math.nan)],
+        *[("delta", value) for value in (0, 1, math.nan, "1e-5", True)],
+    ],
+)
+def test_what_a_column_cannot_hold_is_refused_by_name_and_value(filled, name, value):
+    with Ledger(filled) as ledger:
+        before = ledger.last
+        charge = replace(charge_for("d"), key=key_with(**{name: value} if name == "round" else {}))
+        fields = {"client": "1", "num_records": 80, "delta": 1e-5} | ({name: value} if name != "round" else {})
+        act = partial(ledger.charge, [charge]) if name == "round" else partial(ledger.register, **fields)
+        with pytest.raises(LedgerError, match=f"^{name} = .*: must be .*; nothing is written$"):
+            act()
+        assert ledger.last == before
+    with Ledger(filled) as ledger:
+        assert ledger.last == before
+
+
+def test_an_entry_that_is_stored_otherwise_than_hashed_is_never_committed(filled, monkeypatch):
+    """A type that nobody thought of must not end a ledger that has a history."""
+    monkeypatch.setattr("fedpriv.privacy.ledger.ledger.as_stored", lambda line: line)
+    with Ledger(filled) as ledger, pytest.raises(LedgerError, match="another entry than was hashed"):
+        ledger.register("1", "80", 1e-5)
+    with Ledger(filled) as ledger:
+        assert ledger.last[0] == 11
 
 
 def test_entries_cannot_be_changed_through_sql(filled):
@@ -318,6 +380,67 @@ def test_a_copy_verifies_and_holds_everything(filled, tmp_path):
         ledger.copy(tmp_path / "copy.sqlite")
         with reading(tmp_path / "copy.sqlite") as db:
             assert verify_with_head(db, tmp_path / "copy.sqlite").digest == ledger.head
+
+
+def killed_writer(path: Path) -> None:
+    """A ledger of two entries that are in its log alone, since its process was killed."""
+    code = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_ledger import Ledger, charge_for
+ledger = Ledger(Path({str(path)!r}))
+ledger.charge([charge_for(ledger.register("0", 100, 1e-5).id)])
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_copy_without_the_log_is_named_and_a_backup_beside_the_writer_is_whole(path, tmp_path):
+    killed_writer(path)
+    (tmp_path / "two").mkdir()
+    for name in (path.name, f"{path.name}.head"):
+        shutil.copy(path.with_name(name), tmp_path / "two")
+    told = "has seen entry 2.*ledger.sqlite-wal.*`fedpriv ledger backup`"
+    copied = tmp_path / "two" / path.name
+    with pytest.raises(LedgerError, match=told), reading(copied) as db:
+        verify_with_head(db, copied)
+    with pytest.raises(LedgerError, match=told):
+        Ledger(copied)
+    with Ledger(path) as ledger:  # which is open, as in a run
+        ledger.charge([charge_for(ledger.data_set().id, 2)])
+        values = as_json("ledger", "backup", path, "--out", tmp_path / "backup.sqlite")
+        assert (values["entries"], values["head"]) == ledger.last
+        assert as_json("ledger", "verify", tmp_path / "backup.sqlite")["head"] == ledger.head
+        assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("backup.sqlite", "backup.sqlite.head")} == {0o600}
+        assert "name a new file" in fedpriv("ledger", "backup", path, "--out", path, code=2)[1]
+        # After a round the file has all by itself.
+        ledger.release([(charge_for(ledger.data_set().id, 2), None)])
+        for name in (path.name, f"{path.name}.head"):
+            shutil.copy(path.with_name(name), tmp_path / "two")
+        with reading(copied) as db:
+            assert verify_with_head(db, copied).digest == ledger.head
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give up root's rights")
+def test_a_whole_ledger_on_a_read_only_medium_is_read_with_its_log(path):
+    killed_writer(path)
+    path.with_name(f"{path.name}-shm").unlink()
+    for folder in [path.parent, *path.parent.parents][:4]:
+        folder.chmod(folder.stat().st_mode | 0o055)
+    for file in path.parent.iterdir():
+        file.chmod(0o444)
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from fedpriv.privacy.ledger.reader import reading, verify_with_head
+os.setgid(65534); os.setuid(65534)
+with reading(Path({str(path)!r})) as db:
+    print(verify_with_head(db, Path({str(path)!r})).number)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "2\n", result.stderr
 
 
 def test_a_missing_ledger_is_no_empty_one(tmp_path):
