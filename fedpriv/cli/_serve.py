@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -109,15 +110,22 @@ def run(
             raise InputError(f"nginx = {str(nginx)!r}: other machines will ask; give --tokens, --certificate and --key")
         made = nginx_configuration(address, limits, port=nginx_port, certificate=certificate, key=key)
         replace_file(nginx, made.encode())
+    address.check_free()
     _log_to_stderr()
 
-    from fedpriv.models.serving.http.cards import Cards
+    from fedpriv.models.serving.http.cards import Cards, check_aliases
+    from fedpriv.models.serving.requests import BASE  # which the loaded base decides about
     from fedpriv.models.serving.scheduler import open_serving
 
     typer.echo(f"loading {source} ...", err=True)
     started = time.monotonic()
     serving = open_serving(
-        source, memory_bytes=memory_bytes, max_waiting=queue, base_dtype=cast("BaseFormat", base_dtype), model=model
+        source,
+        memory_bytes=memory_bytes,
+        max_waiting=queue,
+        base_dtype=cast("BaseFormat", base_dtype),
+        model=model,
+        check=partial(check_aliases, {alias: name for alias, name in aliases.items() if name != BASE}),
     )
     typer.echo(f"loaded {serving.model_name} in {time.monotonic() - started:.1f} s", err=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,18 +38,26 @@ _CLOSED = "the server stopped before it had answered"
 
 
 def open_serving(
-    source: Path, *, memory_bytes: int, max_waiting: int, base_dtype: BaseFormat = "auto", model: str = ""
+    source: Path,
+    *,
+    memory_bytes: int,
+    max_waiting: int,
+    base_dtype: BaseFormat = "auto",
+    model: str = "",
+    check: Callable[[Collection[str]], None] = lambda names: None,
 ) -> Scheduler:
     """The variants in the folder of a run or in a store, ready to answer.
 
     Args:
         max_waiting: requests that no pass has begun with.
         base_dtype: of the frozen base; `auto` leaves it to the run's configuration.
+        check: is told the names of the variants before the base is loaded; what it raises ends this.
 
     Raises:
         InputError, StoreError: the source cannot be served; see `sources.find` and `sources.load`.
     """
     found = sources.find(source, model=model)
+    check(found.readers.keys())
     if base_dtype != "auto":
         found = replace(found, config=replace(found.config, base_dtype=base_dtype))
     return Scheduler(found, sources.load(found), EngineLimits(memory_bytes=memory_bytes, waiting=max_waiting))

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import socket
 import tracemalloc
 from collections import OrderedDict
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from fedpriv.errors import InputError
+from fedpriv.models.serving import sources
 from fedpriv.models.serving._engine import Weights
 from fedpriv.models.serving.requests import Classified, DamagedVariantError, Failed, ServingError, UnknownVariantError
 from fedpriv.models.serving.sources import NoRoomError, VariantMemory, find
@@ -20,6 +22,7 @@ from fedpriv.models.variants.composition import History, Upload
 from fedpriv.models.variants.folders import describe, read, read_tensors
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.events import SubsampledGaussian
+from tests.cli.command_line import fedpriv
 from tests.served import LABELS, ask_classes, save_run, serving
 
 NAMES = ("global", "client-2", "client-10")
@@ -48,6 +51,31 @@ def store_of(run, path, names=NAMES, block_size=64):
 def answers(folder, names=NAMES, **limits):
     with serving(folder, **limits) as scheduler:
         return [ask_classes(scheduler, name, ("the rash",)).last() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--port", "TAKEN", "cannot listen there; is it taken?"),
+        ("--socket", "none/s", "cannot listen there"),
+        ("--tokens", "none.toml", "none.toml: No such file"),
+        ("--alias", "a=nobody", "there is no variant 'nobody'"),
+        ("--alias", "global=client-2", "is the name of a variant"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
+    run, tmp_path, monkeypatch, option, value, message
+):
+    def loaded(_: object) -> None:
+        raise AssertionError("the model is loaded in vain")
+
+    monkeypatch.setattr(sources, "load", loaded)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ["--port", "0", option, value] if option != "--port" else [option, port]
+        _, said = fedpriv("serve", run, *options, folder=tmp_path, code=2)
+    assert message in said
+    assert said.count("error: ") == 1
 
 
 def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):

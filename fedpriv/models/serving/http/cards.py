@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -291,6 +291,17 @@ def _written(value: Any) -> Any:
     return value
 
 
+def check_aliases(aliases: Mapping[str, str], names: Collection[str]) -> None:
+    """Refuse an alias that is malformed, is a variant's name, or stands for none of them, with an InputError."""
+    for alias, variant in aliases.items():
+        if not _ALIAS.fullmatch(alias):
+            raise InputError(f"alias = {alias!r}: must be letters, digits, '.', '_' and '-', at most 64")
+        if alias in names:
+            raise InputError(f"alias = {alias!r}: is the name of a variant; give another")
+        if variant not in names:
+            raise InputError(f"alias = {f'{alias}={variant}'!r}: there is no variant {variant!r}")
+
+
 class Catalogue:
     """The names of one server.
 
@@ -306,13 +317,7 @@ class Catalogue:
     def __init__(self, serving: Scheduler, aliases: Mapping[str, str]) -> None:
         self._serving, self._aliases = serving, dict(aliases)
         self._created = int(time.time())
-        for alias, variant in aliases.items():
-            if not _ALIAS.fullmatch(alias):
-                raise InputError(f"alias = {alias!r}: must be letters, digits, '.', '_' and '-', at most 64")
-            if alias in serving.names:
-                raise InputError(f"alias = {alias!r}: is the name of a variant; give another")
-            if variant not in serving.names:
-                raise InputError(f"alias = {f'{alias}={variant}'!r}: there is no variant {variant!r}")
+        check_aliases(aliases, serving.names)
 
     def resolve(self, token: Token, name: str) -> str:
         """The variant that a name stands for; one RefusalError if there is none, and if the token may not use it."""

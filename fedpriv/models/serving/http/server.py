@@ -146,6 +146,12 @@ class Address:
             at = f"socket = {str(self.path)!r}" if self.path else f"host, port = {self.host}, {self.port}"
             raise InputError(f"{at}: cannot listen there; is it taken?") from None
 
+    def check_free(self) -> None:
+        """Refuse an address that cannot be listened on, before what is to be served is loaded; leaves nothing there."""
+        self.bound().close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
     def url(self, bound: socket.socket) -> str:
         """The address as a client writes it, once it is bound."""
         if self.path is not None:
