@@ -212,6 +212,8 @@ LIGHT = [
 
 def test_light_commands_finish_without_torch(inputs):
     """In a fresh interpreter. What else each may load, tests/test_imports.py says."""
+    for earlier in (*inputs.glob("copy.sqlite*"), *inputs.glob("node.sqlite*")):
+        earlier.unlink()
     lines = [[*name.split(), *shlex.split(EXAMPLES[name].arguments), "--json"] for name in LIGHT]
     code = f"""
 import sys

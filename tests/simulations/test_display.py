@@ -377,7 +377,7 @@ def test_a_node_that_answers_twice_is_one_answer():
     asked = [message(k) for k in range(3)]
     told: list[int] = []
     pulled = iter([[reply("m0"), reply("m0"), reply("unasked")], [reply("m0"), reply("m1")], []])
-    grid = SimpleNamespace(push_messages=lambda messages: None, pull_messages=lambda ids: next(pulled))
+    grid = SimpleNamespace(push_messages=lambda messages: None, pull_messages=lambda ids: next(pulled, []))
     exchange = Exchange(lambda kind, asked, silent: told.append(len(asked) - len(silent)))
     assert len(list(exchange.replies(grid, asked, 0.5))) == 2  # type: ignore[arg-type]
     assert told[-1] == 2

@@ -173,7 +173,7 @@ def trade_off_of(events: tuple[Event, ...]) -> TradeOff:
         ends = [loss.get_epsilon_for_delta(delta) for delta in (_LAST_DELTA, _LEAST_DELTA)]
         last, least = np.clip(ends, 10 * _FIRST_LINE, _LAST_LINE)
         lines = np.geomspace(_FIRST_LINE, last, _NUM_LINES), np.geomspace(last, least, _NUM_FURTHER)
-        epsilons = np.concatenate([[0.0], *lines])
+        epsilons = np.unique(np.concatenate([[0.0], *lines]))
         deltas = np.clip(loss.get_delta_for_epsilon(epsilons), 0.0, 1.0)
         known = profile(epsilons, deltas + [rounding_of(delta, composition) for delta in deltas])
     else:
