@@ -33,9 +33,6 @@ FINEST_INTERVAL, _COARSEST_INTERVAL = 1e-4, 1.0
 # A grid with more losses than this takes many seconds and gigabytes.
 _MOST_LOSSES = 3e6
 
-# dp-accounting computes e^epsilon of a stated epsilon.
-_LARGEST_STATED = 700.0
-
 # The shares of all releases, and of one, that dp-accounting leaves outside of a grid of losses.
 _TAIL, _TAIL_OF_ONE = 1e-15, math.exp(-50)
 
@@ -268,7 +265,7 @@ def affordable(events: Sequence[Event], value_interval: float) -> float | None:
         events: at least one, each with noise.
         value_interval: the value discretization interval that the precision asks for, > 0.
     """
-    if not all(event.has_pld and not _LARGEST_STATED < event.max_loss / event.count < math.inf for event in events):
+    if not all(event.has_pld for event in events):
         return None
     tails = [(total_curve(events), _TAIL), *((_single_curve(event.with_count(1)), _TAIL_OF_ONE) for event in events)]
     largest = max(epsilon_of_curve(curve, tail) for curve, tail in tails)

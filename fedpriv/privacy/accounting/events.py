@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,18 @@ from fedpriv.privacy.accounting.lmo_renyi import SubsampledLmo as SubsampledLmo
 
 _VERSION = 1
 
+_LARGEST_EXPONENT = 700.0
+
 
 class _StatedCost(Event):
     """The base of both events: a pure epsilon, composed after any delta of their own has been subtracted."""
 
     epsilon: float
-    has_pld: ClassVar[bool] = True
+
+    @property
+    def has_pld(self) -> bool:
+        """Whether a float holds e^epsilon, which dp-accounting computes."""
+        return self.epsilon <= _LARGEST_EXPONENT
 
     def rdp(self, orders: npt.ArrayLike) -> Array:
         """[orders] the curve of randomised response, which dominates every epsilon-DP mechanism."""

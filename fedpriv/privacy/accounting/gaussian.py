@@ -69,8 +69,12 @@ class SubsampledGaussian(Event):
     count: int = 1
     unit: Unit = "record"
 
-    has_pld: ClassVar[bool] = True
     noise_adds_up: ClassVar[bool] = True
+
+    @property
+    def has_pld(self) -> bool:
+        """dp-accounting computes it, whatever z and q are."""
+        return True
 
     def __post_init__(self) -> None:
         check_non_negative("noise_multiplier", self.noise_multiplier)
@@ -304,7 +308,10 @@ class SummedGaussian(Event):
     count: int = 1
     unit: Unit = "person"
 
-    has_pld: ClassVar[bool] = True
+    @property
+    def has_pld(self) -> bool:
+        """dp-accounting computes it, whatever z and q are."""
+        return True
 
     def __post_init__(self) -> None:
         check_non_negative("noise_multiplier", self.noise_multiplier)

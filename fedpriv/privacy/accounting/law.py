@@ -36,12 +36,10 @@ class Event(ABC):
         count: number of releases, >= 1.
         unit: what is protected.
         sampling_probability: q in [0, 1], with which each record is included, independently; 1 without sampling.
-        has_pld: whether the privacy loss distribution is known.
         noise_adds_up: whether a sum of independent draws follows the same kind of distribution, so that a sum over
             clients has the effective noise multiplier that the summed variances give.
     """
 
-    has_pld: ClassVar[bool] = False
     noise_adds_up: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # at run time these would become defaults of the subclasses' fields
@@ -104,6 +102,11 @@ class Event(ABC):
     def is_noised(self) -> bool:
         """Whether there is any noise to speak of; without it the cost is infinite."""
         return True
+
+    @property
+    def has_pld(self) -> bool:
+        """Whether `pld` gives the privacy loss distribution."""
+        return False
 
     @property
     def caveat(self) -> str:
