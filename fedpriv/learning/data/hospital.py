@@ -1,35 +1,53 @@
 """The embedded corpus: patients' messages to a hospital, to be routed to one of eight departments.
 
-This module makes up every message, so the corpus is public. A message states one leading complaint, which alone
-decides the department; the lesser complaints, false leads and small talk around it do not. Some messages are
-ambiguous even to a human reader: a complaint that several departments treat may lack the circumstance that decides.
+This module makes up every message from the phrases in hospital.toml, so the corpus is public. A message states one
+leading complaint, which alone decides the department; the lesser complaints, false leads and small talk around it do
+not. Some messages are ambiguous even to a human reader: a complaint that several departments treat may lack the
+circumstance that decides.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from numpy.random import Generator, default_rng
 
-from fedpriv.learning.data._hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES, Theme, phrases
-
 _T = TypeVar("_T")
+
+_WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def _phrases(table: str) -> tuple[str, ...]:
+    """The phrases of a table, of any number of lines."""
+    return tuple(phrase for line in table.strip().splitlines() for phrase in line.split(" / "))
+
+
+@dataclass(frozen=True)
+class Theme:
+    """One complaint: interchangeable names, full statements, and circumstances that can follow either."""
+
+    names: tuple[str, ...]
+    statements: tuple[str, ...]
+    circumstances: tuple[str, ...]
+
+
 _Themes = Mapping[str, Sequence[Theme]]
 
+THEMES: dict[str, tuple[Theme, ...]] = {
+    department: tuple(Theme(*map(_phrases, block.splitlines())) for block in table.strip().split("\n\n"))
+    for department, table in _WORDS["themes"].items()
+}
+NEIGHBOURS: dict[str, list[str]] = _WORDS["neighbours"]
+SPECIALISTS: dict[str, list[str]] = _WORDS["specialists"]
 DEPARTMENTS: tuple[str, ...] = tuple(THEMES)
 HOSPITAL_SIZES: tuple[int, ...] = (1200, 1000, 800, 600, 400)
 
-# Percentages of each hospital's patients, in the order of DEPARTMENTS.
-_DEPARTMENT_MIXES = {
-    "St. Anna": (20, 8, 18, 10, 18, 8, 10, 8),
-    "Northgate": (30, 4, 10, 8, 6, 4, 30, 8),
-    "Lakeside": (6, 6, 8, 30, 8, 30, 6, 6),
-    "Riverside": (6, 12, 6, 14, 42, 6, 8, 6),
-    "Marienhof": (4, 30, 22, 4, 6, 4, 4, 26),
-}
+_DEPARTMENT_MIXES: dict[str, list[int]] = _WORDS["mixes"]
 # The last phrase of each list is reserved for the test set, so that memorising phrases does not suffice there.
 _TRAIN_THEMES = {
     name: tuple(Theme(theme.names[:-1], theme.statements[:-1], theme.circumstances[:-1]) for theme in table)
@@ -45,73 +63,12 @@ _MISROUTED_PROBABILITY = 0.02
 _CIRCUMSTANCE_PROBABILITY = 0.95
 _JOINT_PROBABILITY = 0.08
 
-# A single complaint. {name} and {statement} include a circumstance; {sign} is another name without one.
-_LEADS = phrases("""
-I have {name} / I have had {name} for {span} / for {span} I have been dealing with {name} / I keep getting {name}
-I am writing because of {name} / what bothers me is {name} / my problem is {name} / it is about {name}
-I am not sure what to call it, perhaps {name} / my {relative} has {name}
-my {relative} has been complaining of {name} for {span} / my {relative} needs help with {name} / {statement}
-{statement}, and it has been like this for {span} / lately {statement} / the problem is that {statement}
-I noticed {span} ago that {statement} / what worries me: {statement} / {statement}, and I do not know why
-I have {sign}: {statement} / I would call it {sign}: {statement} / {statement}, so I suppose it is {sign}
-{statement}; for {span} I have had {sign} like this / I have {name} and also {sign}
-my {relative} has {sign}, now even {name}
-""")
-
-# Two complaints in one sentence: {name} or {statement} leads, {minor} does not.
-_JOINT_LEADS = phrases("""
-I have {name}, and a bit of {minor} as well / it is not so much {minor} as {name} that worries me
-never mind {minor}, I need help with {name} / I can live with {minor}, but not with {name}
-mainly {name}, now and then {minor} / besides {minor}, which is being treated, I now have {name}
-I came to you with {minor} last year, this time it is {name} / I am here for {name}, {minor} can wait
-{statement}, and I also have {minor}, but that is bearable / I have known {minor} for years, what is new is {name}
-{minor} got better, but now I have {name} / for {span} {name}, later {minor} on top
-first it was only {minor}, but by now the real trouble is {name} / {statement}, which is worse than {minor}
-my {relative} has {name}, apart from {minor}
-""")
-
-# Mentions of another department that do not change the complaint.
-_FALSE_LEADS = phrases("""
-my {specialist} said it is not {organ} / a {specialist} has already ruled out {organ} / at first I blamed {organ}
-my GP first suspected {organ} / I am also seeing a {specialist} for {minor}
-a {specialist} is looking after {minor} already / last month I had {minor}, but that has settled
-I was in hospital for {minor} {span} ago / the {specialist} sent me on to you / my {relative} thinks it is {organ}
-I do not know whether this is for you or for the {specialist} / please note that I take tablets for {minor}
-""")
-
-# The same, but referring back to the complaint.
-_AFTERTHOUGHTS = phrases("""
-I also notice {minor}, but less / sometimes it comes with {minor}
-my {relative} had {minor} and it began the same way / I read that it may come from {organ}
-not sure whether that has to do with {minor} / maybe I should rather ask a {specialist}
-I asked the {specialist}, who was not concerned / it is hardly {organ}, or is it?
-now {minor} as well, if that matters / could {organ} be behind it?
-""")
-
-# Padding before and after the complaint that says nothing about it.
-_INTRODUCTIONS = phrases("""
-I am {age} years old / I am {age} and otherwise healthy / I have a referral from my GP
-I could not get through on the phone / I moved here {span} ago / my GP is on holiday
-I am a little embarrassed to ask / I hope I am writing to the right place / I missed my appointment on {day}
-my last visit was {span} ago / a friend recommended you
-""")
-_REMARKS = phrases("""
-mornings suit me best / I work shifts, so please call after four / I can send the reports
-I live alone and do not drive / maybe it is nothing / it is getting worse / it comes and goes
-some days I hardly notice it / I am away from {day} on / I tried to wait it out / I am insured with the public fund
-I would rather not take more tablets
-""")
+_FRAMES = {name: _phrases(table) for name, table in _WORDS["frames"].items()}
+_SLOTS: dict[str, list[str]] = _WORDS["slots"]
 
 # What may come before and after the complaint, and with what probability.
-_BEFORE = ((_INTRODUCTIONS, 0.2), (_FALSE_LEADS, 0.08))
-_AFTER = ((_AFTERTHOUGHTS, 0.08), (_REMARKS, 0.2))
-
-_RELATIVES = ("husband", "wife", "mother", "father", "son", "daughter", "brother", "sister", "partner")
-_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
-_SPANS = (
-    *("two days", "three days", "four days", "almost a week", "ten days", "two weeks", "three weeks"),
-    *("a month", "six weeks", "two months", "a few months", "half a year", "a year", "over a year"),
-)
+_BEFORE = (("introductions", 0.2), ("false_leads", 0.08))
+_AFTER = (("afterthoughts", 0.08), ("remarks", 0.2))
 
 
 @dataclass(frozen=True)
@@ -244,9 +201,9 @@ def _text(rng: Generator, themes: _Themes, department: str) -> str:
     register = _pick(rng, _REGISTERS)
     frames = [
         _pick(rng, register.openings),
-        *(_pick(rng, table) for table, probability in _BEFORE if rng.random() < probability),
-        _pick(rng, _JOINT_LEADS if rng.random() < _JOINT_PROBABILITY else _LEADS),
-        *(_pick(rng, table) for table, probability in _AFTER if rng.random() < probability),
+        *(_pick(rng, _FRAMES[table]) for table, probability in _BEFORE if rng.random() < probability),
+        _pick(rng, _FRAMES["joint_leads" if rng.random() < _JOINT_PROBABILITY else "leads"]),
+        *(_pick(rng, _FRAMES[table]) for table, probability in _AFTER if rng.random() < probability),
         _pick(rng, register.closings),
     ]
     neighbours = {name: themes[name] for name in NEIGHBOURS[department]}
@@ -267,9 +224,9 @@ def _filled(rng: Generator, frame: str, theme: Theme, neighbours: _Themes) -> st
         minor=_pick(rng, minors),
         specialist=specialist,
         organ=organ,
-        relative=_pick(rng, _RELATIVES),
-        span=_pick(rng, _SPANS),
-        day=_pick(rng, _DAYS),
+        relative=_pick(rng, _SLOTS["relatives"]),
+        span=_pick(rng, _SLOTS["spans"]),
+        day=_pick(rng, _SLOTS["days"]),
         age=_pick(rng, range(18, 88)),
     )
 
