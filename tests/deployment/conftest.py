@@ -129,4 +129,4 @@ def slow_pair(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: 
 @pytest.fixture(scope="module")
 def slow_run(holders_run: dict[str, object]) -> dict[str, object]:
     """A run whose rounds end without a node that was killed; its steps take longer than it takes to kill a process."""
-    return {**holders_run, "num_clients": 2, "min_clients": 1, "local_steps": 60, "round_seconds": 40}
+    return {**holders_run, "num_clients": 2, "min_clients": 1, "local_steps": 60, "round_seconds": 75}
