@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +29,28 @@ def test_other_text_is_refused_until_it_is_saved_as_utf_8(tmp_path, encoding):
         config.read(path)
     path.write_text(path.read_text(encoding=encoding), encoding="utf-8")
     assert config.read(path) == {"name": "Hôpital"}
+
+
+# What fedpriv wrote, what came with it or its packages, and what the system tells: no person saves these.
+READ_OTHERWISE = {
+    *("clients/deploy/doctor.py", "fedpriv/config/_schema.py", "fedpriv/exports.py", "fedpriv/files.py"),
+    *("fedpriv/holder/vault/history.py", "fedpriv/learning/adapters/_base_models.py"),
+    *("fedpriv/learning/adapters/lora.py", "fedpriv/learning/data/hospital.py", "fedpriv/models/dedup/planning.py"),
+    *("fedpriv/models/variants/folders.py", "fedpriv/runs/_folder.py", "fedpriv/runs/_rows.py"),
+    *("fedpriv/runs/files.py", "fedpriv/runs/show/_progress_page.py", "fedpriv/runs/show/_tracking.py"),
+    "server/deploy/guarded_superlink.py",
+}
+
+
+def test_what_a_person_may_have_saved_is_read_in_one_way():
+    root = Path(files.__file__).parents[1]
+    read = {
+        path.relative_to(root).as_posix()
+        for package in ("fedpriv", "clients", "server")
+        for path in (root / package).rglob("*.py")
+        if ".read_text(" in path.read_text(encoding="utf-8")
+    }
+    assert read == READ_OTHERWISE
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import typer
 
 from fedpriv.cli._command import OneOf, Result, check_new_file, command, entries, table
 from fedpriv.errors import InputError
-from fedpriv.files import write_new
+from fedpriv.files import read_text, write_new
 
 app = typer.Typer(no_args_is_help=True, help="LMO-DP noise: what it costs, the search for it, and how it compares.")
 
@@ -67,7 +67,7 @@ def account(
     from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
     from fedpriv.privacy.accounting.lmo_renyi import divergences
 
-    of = Columns.of(LmoParameters.from_json(params.read_text(encoding="utf-8-sig", errors="replace")))
+    of = Columns.of(LmoParameters.from_json(read_text(params)))
     values = {
         "order": order,
         "dimension": dimension,
@@ -233,8 +233,9 @@ def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -
 
     given: Any = {}
     if ranges is not None:
+        text = read_text(ranges)
         try:
-            given = json.loads(ranges.read_text(encoding="utf-8-sig", errors="replace"))
+            given = json.loads(text)
         except (ValueError, RecursionError):
             raise InputError(f"ranges = {str(ranges)!r}: must be JSON, {{name: [low, high]}}") from None
     if not isinstance(given, dict) or set(given) - set(RANGES):
