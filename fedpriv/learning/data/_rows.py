@@ -352,7 +352,14 @@ def _from_parquet(file: IO[bytes] | gzip.GzipFile, columns: Sequence[str]) -> Ro
 
 def _values(table: pa.Table, features: datasets.Features, row: int) -> Row:
     # One value at a time: a column is converted as a whole, or not at all.
-    return {name: named(features[name], table[name][row].as_py()) for name in table.column_names}
+    return {name: named(features[name], _value(table[name][row])) for name in table.column_names}
+
+
+def _value(scalar: pa.Scalar) -> object:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:  # said to be text, which nothing checked when it was written
+        return scalar.as_buffer().to_pybytes()
 
 
 def named(feature: Any, value: Any) -> object:

@@ -317,7 +317,10 @@ def test_every_change_is_listed_with_its_lines(tmp_path):
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 9\n"
-TABLE = pa.table({"text": [b"a", b"caf\xc3\xa9"], "label": [1.0, float("nan")], "scan": [b"\xff", b"\xfe"]})
+SCANS = pa.array([b"\xff", b"\xfe"])
+TABLE = pa.table(
+    {"text": [b"a", b"caf\xc3\xa9"], "label": [1.0, float("nan")], "scan": SCANS, "note": SCANS.view(pa.string())}
+)
 
 
 def as_parquet(table: pa.Table) -> bytes:
@@ -360,8 +363,9 @@ def test_bytes_are_texts_and_nan_is_missing_and_a_column_nobody_reads_is_no_matt
     table = read_table(str(path))
     assert (table.columns["text"], table.names_of("label")) == (["a", "café"], ["1.0", None])
     table.require([("text_column", "text")])
-    with pytest.raises(InputError, match=r"text_column = 'scan': .* has bytes there that are no text in UTF-8"):
-        table.require([("text_column", "scan")])
+    for column in ("scan", "note"):  # of bytes, and said to be text
+        with pytest.raises(InputError, match=f"text_column = '{column}': .* has bytes there that are no text in UTF-8"):
+            table.require([("text_column", column)])
 
 
 def test_a_folder_of_shards_is_joined_by_the_command_that_is_named(tmp_path, monkeypatch):
