@@ -108,7 +108,7 @@ class LoadedVariant:
 
 def names_in(run: Path) -> list[str]:
     """The variants in a run's folder that are complete, `global` first."""
-    found = sorted(path.parent.name for path in (run / files.VARIANTS).glob(f"*/{lora.CONVENTION_FILE}"))
+    found = sorted(path.parent.name for path in (run / files.VARIANTS).glob(f"[!.]*/{lora.CONVENTION_FILE}"))
     return sorted(found, key=lambda name: name != GLOBAL)
 
 

@@ -25,8 +25,8 @@ class UnknownVariantError(ServingError):
     """There is no variant of that name."""
 
 
-class DamagedVariantError(ServingError):
-    """The variant's file or blocks are not as they were written; the others are served."""
+class UnreadableVariantError(ServingError):
+    """The variant is changed, missing, unreadable for this user or of another use; the others are served."""
 
 
 class TooLongError(ServingError):

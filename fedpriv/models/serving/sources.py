@@ -27,7 +27,7 @@ from fedpriv.learning.training.workbench import load_frozen, ready
 from fedpriv.models.publishing import saved
 from fedpriv.models.publishing.saved import GLOBAL, SavedVariant
 from fedpriv.models.serving._engine import Weights
-from fedpriv.models.serving.requests import DamagedVariantError, ServingError, UnknownVariantError
+from fedpriv.models.serving.requests import ServingError, UnknownVariantError, UnreadableVariantError
 from fedpriv.models.variants import is_store
 from fedpriv.models.variants.folders import VariantFolders
 from fedpriv.models.variants.store import Store
@@ -220,7 +220,7 @@ class VariantMemory:
 
         Raises:
             UnknownVariantError: there is none of this name.
-            DamagedVariantError: it is not as it was written.
+            UnreadableVariantError: it is changed, missing, unreadable or of another use; the log says which.
             ServingError: it needs more memory than there is for all.
             NoRoomError: it needs more than the variants in use leave.
         """
@@ -253,7 +253,7 @@ class VariantMemory:
             raise
         except Exception as error:  # a damaged file may raise anything in its reader
             log.warning("variant %s is not served: %s", name, error)
-            raise DamagedVariantError(f"variant {name!r} is damaged and not served; the others are") from None
+            raise UnreadableVariantError(f"variant {name!r} cannot be read; the log says why") from None
 
     def _make_room(self, new: Weights) -> None:
         _check_room(new.variant, new.num_bytes, self._memory_bytes)

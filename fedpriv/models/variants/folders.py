@@ -253,7 +253,7 @@ class VariantFolders:
     @property
     def names(self) -> list[str]:
         """See `KeptVariants`; a folder with a description is whole, since the description is written last."""
-        return sorted(path.parent.name for path in self.path.glob(f"*/{FILE}"))
+        return sorted(path.parent.name for path in self.path.glob(f"[!.]*/{FILE}"))
 
     def describe(self, name: str) -> Described:
         """See `KeptVariants`."""

@@ -131,7 +131,7 @@ class FakeServing:
 
     def _events(self, request: Request) -> Any:
         if request.variant in self.damaged:
-            yield requests.Failed(error=requests.DamagedVariantError(f"/srv/{request.variant}/blocks.3.npy"))
+            yield requests.Failed(error=requests.UnreadableVariantError(f"/srv/{request.variant}/blocks.3.npy"))
         elif isinstance(request, Classify):
             rows = tuple(probabilities(request.variant, bytes(text).decode()) for text in request.texts)
             yield requests.Classified(probabilities=rows, num_tokens=sum(map(len, request.texts)))

@@ -1,4 +1,4 @@
-"""Variants come from a run's folder or a store, in order, and a damaged one is refused while the others are served."""
+"""Variants come from a run's folder or a store, in order, and an unreadable one is refused, others are not."""
 
 import json
 import random
@@ -15,7 +15,13 @@ import torch
 from fedpriv.errors import InputError
 from fedpriv.models.serving import sources
 from fedpriv.models.serving._engine import Weights
-from fedpriv.models.serving.requests import Classified, DamagedVariantError, Failed, ServingError, UnknownVariantError
+from fedpriv.models.serving.requests import (
+    Classified,
+    Failed,
+    ServingError,
+    UnknownVariantError,
+    UnreadableVariantError,
+)
 from fedpriv.models.serving.sources import NoRoomError, VariantMemory, find
 from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.composition import History, Upload
@@ -163,31 +169,47 @@ def set_values(run, value):
 
 
 DAMAGE = {
-    "a file that ends early": lambda run: (run / "variants/client-2/adapter_model.safetensors").write_bytes(b"\x08"),
-    "a flipped bit": lambda run: flip(run / "variants/client-2/adapter_model.safetensors", -4, bits=1),
-    "no file": lambda run: (run / "variants/client-2/adapter_model.safetensors").unlink(),
-    "not a number": lambda run: set_values(run, np.nan),
-    "another description": lambda run: shutil.copy(
+    "adapter_model.safetensors: cannot be read": lambda run: (
+        run / "variants/client-2/adapter_model.safetensors"
+    ).write_bytes(b"\x08"),
+    "adapter_model.safetensors: is damaged or was changed": lambda run: flip(
+        run / "variants/client-2/adapter_model.safetensors", -4, bits=1
+    ),
+    "holds 0 safetensors files": lambda run: (run / "variants/client-2/adapter_model.safetensors").unlink(),
+    "holds values that are no numbers": lambda run: set_values(run, np.nan),
+    "its SHA-256 is not the tensors_sha256 of variant.json": lambda run: shutil.copy(
         run / "variants/global/variant.json", run / "variants/client-2/variant.json"
     ),
-    "no description": lambda run: (run / "variants/client-2/variant.json").write_text("{"),
-    "another scale": lambda run: (run / "variants/client-2/adapter_config.json").write_text(
+    "variant.json: not a variant's description": lambda run: (run / "variants/client-2/variant.json").write_text("{"),
+    "its lora_alpha / r = 2.25 is not": lambda run: (run / "variants/client-2/adapter_config.json").write_text(
         (run / "variants/global/adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 9')
     ),
-    "another config": lambda run: (run / "variants/client-2/adapter_config.json").write_text("[]"),
-    "a stored block": damage_store,
+    "adapter_config.json": lambda run: (run / "variants/client-2/adapter_config.json").write_text("[]"),
+    "damaged, the first is block": damage_store,
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_variant_is_refused_by_name_and_the_others_are_served(run, kind):
-    DAMAGE[kind](run)
-    one, damaged, other = answers(run)
-    assert isinstance(damaged, Failed)
-    assert isinstance(damaged.error, DamagedVariantError)
-    assert "client-2" in str(damaged.error)
-    assert str(run) not in str(damaged.error)
+@pytest.mark.parametrize("cause", DAMAGE)
+def test_a_variant_that_cannot_be_read_is_refused_by_name_and_the_log_says_why(run, caplog, cause):
+    DAMAGE[cause](run)
+    one, refused, other = answers(run)
+    assert isinstance(refused, Failed)
+    assert isinstance(refused.error, UnreadableVariantError)
+    assert "client-2" in str(refused.error)
+    assert str(run) not in str(refused.error)
+    assert cause in caplog.text
     assert len(one.probabilities) == len(other.probabilities) == 1
+
+
+def test_a_copied_renamed_or_linked_variant_is_served_under_the_name_of_its_folder_and_a_hidden_one_is_none(run):
+    own = run / "variants"
+    shutil.copytree(own / "global", own / "global backup")
+    shutil.copytree(own / "global", own / ".ipynb_checkpoints")
+    (own / "best").symlink_to("client-2")
+    (own / "client-10").rename(own / "St. Anna")
+    names = ("global", "St. Anna", "best", "client-2", "global backup")
+    assert tuple(find(run).readers) == names
+    assert all(isinstance(answer, Classified) for answer in answers(run, names=names))
 
 
 def test_the_first_variant_that_says_how_it_is_used_decides_and_another_use_is_refused(run):

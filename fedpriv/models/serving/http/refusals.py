@@ -12,10 +12,10 @@ from starlette.types import Message, Scope, Send
 
 from fedpriv.models.serving.requests import (
     BusyError,
-    DamagedVariantError,
     ServingError,
     TooLongError,
     UnknownVariantError,
+    UnreadableVariantError,
 )
 
 _SHOWN = 100
@@ -90,10 +90,10 @@ def of_engine(error: ServingError, name: str) -> RefusalError:
     match error:
         case UnknownVariantError():
             return unknown_model(name)
-        case DamagedVariantError():
-            message = f"The model {shown(name)} is damaged in the store and is not served; others are."
-            # Trying again changes nothing, and OpenAI's clients would.
-            return RefusalError(503, message, code="model_damaged", param="model", headers={"X-Should-Retry": "false"})
+        case UnreadableVariantError():
+            message = f"The model {shown(name)} cannot be read; the server's log says why. Others are served."
+            headers = {"X-Should-Retry": "false"}  # trying again changes nothing, and OpenAI's clients would
+            return RefusalError(503, message, code="model_unreadable", param="model", headers=headers)
         case TooLongError():
             return RefusalError(400, str(error), code="context_length_exceeded")
         case BusyError():
