@@ -100,7 +100,7 @@ bench: $(VENV)/installed-dev
 
 # What is made of the configuration's keys: the table for Flower, the page's tables and the types for editors.
 keys: $(VENV)/installed-run
-	$(BIN)/python -m fedpriv.config._schema
+	$(BIN)/python docs/_hooks/config_keys.py
 
 # The versions and hashes of what a node or coordinator installs; `make lock OPTIONS=--upgrade` takes the newest that pyproject.toml admits.
 lock: $(SUPPLY)/installed

@@ -13,9 +13,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from config_keys import written
 
 from fedpriv.config import KEYS, RunConfig, parse, schema, schema_tables, to_toml
-from fedpriv.config._schema import groups, written
+from fedpriv.config._schema import groups
 from fedpriv.errors import InputError
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from tests.config.test_run_config import BAD, CHANGED
@@ -51,7 +52,7 @@ class ExtraSection(ConfigSection, title="Execution"):
 USE = """
 import json, tomllib
 from fedpriv.config import Fact, RunConfig, checked, parse, parse_overrides, schema, to_flower, to_toml
-from fedpriv.config._schema import main
+from config_keys import main
 main()
 config = parse(parse_overrides(["extra_sizes=[4, 5]"]))
 print(json.dumps({
@@ -179,7 +180,7 @@ def clone(tmp_path_factory) -> Path:
 
 
 def test_a_key_of_a_new_section_appears_wherever_keys_are_without_another_edit(clone):
-    environment = os.environ | {"PYTHONPATH": str(clone)}
+    environment = os.environ | {"PYTHONPATH": f"{clone}:{clone}/docs/_hooks"}
     done = subprocess.run(
         [sys.executable, "-c", USE], cwd=clone, env=environment, capture_output=True, text=True, check=True
     )
