@@ -36,9 +36,14 @@ READ_OTHERWISE = {
     *("clients/deploy/doctor.py", "fedpriv/exports.py", "fedpriv/files.py"),
     *("fedpriv/holder/vault/history.py", "fedpriv/learning/adapters/_base_models.py"),
     *("fedpriv/learning/adapters/lora.py", "fedpriv/learning/data/hospital.py", "fedpriv/models/dedup/planning.py"),
-    *("fedpriv/models/variants/folders.py", "fedpriv/runs/_folder.py", "fedpriv/runs/_rows.py"),
+    *(
+        "fedpriv/models/serving/http/server.py",
+        "fedpriv/models/variants/folders.py",
+        "fedpriv/runs/_folder.py",
+        "fedpriv/runs/_rows.py",
+    ),
     *("fedpriv/runs/files.py", "fedpriv/runs/show/_progress_page.py", "fedpriv/runs/show/_tracking.py"),
-    "server/deploy/guarded_superlink.py",
+    *("fedpriv/models/serving/http/server.py", "server/deploy/guarded_superlink.py"),
 }
 
 
