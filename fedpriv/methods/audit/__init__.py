@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from fedpriv.methods.audit._bounds import clopper_pearson as clopper_pearson
     from fedpriv.methods.audit._bounds import combined_audit as combined_audit
     from fedpriv.methods.audit._bounds import ladder as ladder
-    from fedpriv.methods.audit._bounds import many_runs_epsilon as many_runs_epsilon
     from fedpriv.methods.audit._bounds import num_correct as num_correct
     from fedpriv.methods.audit._bounds import one_run_audit as one_run_audit
     from fedpriv.methods.audit._bounds import one_run_epsilon as one_run_epsilon

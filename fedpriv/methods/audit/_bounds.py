@@ -234,44 +234,26 @@ def one_run_epsilon(
     return low
 
 
-def many_runs_epsilon(
-    *,
-    num_false_positives: int,
-    num_without: int,
-    num_false_negatives: int,
-    num_with: int,
-    delta: float,
-    confidence: float = 0.95,
-) -> float:
-    """A lower bound on epsilon from the two error rates of one test over independent runs, >= 0.
-
-    (epsilon, delta)-DP bounds every test: FPR + e^epsilon FNR >= 1 - delta, and vice versa. Each rate is replaced by
-    its one-sided Clopper-Pearson upper bound at half the error probability. The threshold must have been fixed on
-    other runs.
-
-    Args:
-        num_false_positives: of `num_without` runs without the canary, how many were classified as runs with it.
-        num_without: >= 1.
-        num_false_negatives: of `num_with` runs with the canary, how many were classified as runs without it.
-        num_with: >= 1.
-        delta: in [0, 1).
-        confidence: in (0, 1).
-
-    Raises:
-        InputError: a count or a level is out of range.
-
-    Source: Jagielski, Ullman and Oprea 2020; Nasr et al. 2021.
-    """
-    _check_levels(delta, confidence)
-    rates = largest_error_rates(num_false_positives, num_without, num_false_negatives, num_with, confidence=confidence)
-    ratios = [(1 - delta - one) / other for one, other in (rates, rates[::-1])]
-    return max(0.0, *(math.log(ratio) for ratio in ratios if ratio > 0))
-
-
 def largest_error_rates(
     num_false_positives: int, num_without: int, num_false_negatives: int, num_with: int, *, confidence: float
 ) -> tuple[float, float]:
-    """Upper bounds of both error rates that hold together with this confidence; see `many_runs_epsilon`."""
+    """Upper bounds of the error rates of one test over independent runs, which hold together with this confidence.
+
+    Each is the one-sided Clopper-Pearson bound at half the error probability. The threshold must have been fixed on
+    other runs.
+
+    Args:
+        num_false_positives: of `num_without` >= 1 runs without the canary, how many were classified as runs with it.
+        num_without: runs.
+        num_false_negatives: of `num_with` >= 1 runs with the canary, how many were classified as runs without it.
+        num_with: runs.
+        confidence: in (0, 1).
+
+    Raises:
+        InputError: a count is out of range.
+
+    Source: Jagielski, Ullman and Oprea 2020; Nasr et al. 2021.
+    """
     for name, errors, runs in (
         ("num_false_positives", num_false_positives, num_without),
         ("num_false_negatives", num_false_negatives, num_with),

@@ -14,7 +14,7 @@ from fedpriv.methods.audit._bounds import (
     combined_audit,
     fixed_num_guesses,
     ladder,
-    many_runs_epsilon,
+    largest_error_rates,
     num_correct,
     one_run_audit,
     one_run_epsilon,
@@ -135,28 +135,6 @@ def test_ladder_is_even_rising_and_ends_with_all():
         assert sizes[-1] == num - num % 2
 
 
-def test_many_runs_bound_has_its_closed_form_without_errors():
-    upper = 1 - 0.025 ** (1 / 1000)  # Clopper-Pearson with no error in 1000 runs
-    found = many_runs_epsilon(num_false_positives=0, num_without=1000, num_false_negatives=0, num_with=1000, delta=1e-5)
-    assert found == pytest.approx(math.log((1 - 1e-5 - upper) / upper))
-
-
-def test_many_runs_bound_exceeds_randomised_response_in_at_most_5_percent():
-    rng, wrong = RNG(4), 1 - special.expit(1.0)
-    found = [
-        many_runs_epsilon(
-            num_false_positives=int(rng.binomial(400, wrong)),
-            num_without=400,
-            num_false_negatives=int(rng.binomial(400, wrong)),
-            num_with=400,
-            delta=0.0,
-        )
-        for _ in range(1000)
-    ]
-    assert np.mean(np.array(found) > 1.0) <= 0.05 + 4 * math.sqrt(0.05 * 0.95 / 1000)
-    assert np.median(found) > 0.6
-
-
 def test_clopper_pearson_contains_the_truth_and_meets_scipy():
     for successes, trials in ((0, 20), (3, 20), (20, 20)):
         expected = stats.binomtest(successes, trials).proportion_ci(0.95)
@@ -186,7 +164,7 @@ def test_bad_scores_are_refused_by_name(scores, included, options, message):
 
 def test_bad_counts_are_refused():
     with pytest.raises(InputError, match="num_false_negatives = 5"):
-        many_runs_epsilon(num_false_positives=0, num_without=4, num_false_negatives=5, num_with=4, delta=0.0)
+        largest_error_rates(0, 4, 5, 4, confidence=0.95)
 
 
 def test_a_bound_from_groups_is_of_one_record():
