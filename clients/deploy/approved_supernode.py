@@ -13,7 +13,7 @@ starts the process of a task from one that has imported Flower already. Every ta
 
 With `--with-parent` it ends when its standard input closes.
 
-This file holds every private name of Flower 1.41 that a node needs.
+This file holds every private name of Flower 1.42 that a node needs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _SUPEREXEC = f"from {__package__}.approved_supernode import superexec; superexec
 def require_approval(path: Path) -> None:
     """Make every SuperNode of this process refuse bundles that the file does not approve.
 
-    Flower 1.41 calls `_verify_fab` on a bundle that has verifications if trusted entities are configured. This function
+    Flower 1.42 calls `_verify_fab` on a bundle that has verifications if trusted entities are configured. This function
     supplies both, and lets the file decide, which is read again for each run.
     """
     pull: Callable[..., Any] = start_client_internal._pull_and_store_message
@@ -90,7 +90,7 @@ def require_approval(path: Path) -> None:
 def install_what_is_approved() -> None:
     """Make every task of this SuperNode run its bundle's own files.
 
-    Flower 1.41 executes the folder that the bundle's name leads to, and installs nothing if there is one.
+    Flower 1.42 executes the folder that the bundle's name leads to, and installs nothing if there is one.
     """
     pull: Callable[..., Any] = runtime_handlers.pull_task_input
 

@@ -48,7 +48,7 @@ _NOT_YET_VALID, _EXPIRED = 9, 10
 _OTHER_HOST = (62, 64)
 _OTHER_CA = (2, 7, 18, 19, 20, 21, 30)
 
-# What a stranger at the coordinator's address might try, and what Flower 1.41 would need to be asked.
+# What a stranger at the coordinator's address might try, and what Flower 1.42 would need to be asked.
 _OPERATORS_REQUESTS = {
     "register": ("POST", "/v1/control/register-node"),
     "run": ("POST", "/v1/control/start-run"),

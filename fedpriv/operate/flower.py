@@ -29,7 +29,7 @@ _ANSWER_SECONDS = 120.0
 # Flower colours its log, even where no terminal shows it.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
-# Flower logs these codes; its processes themselves always exit with 1. See flwr/supercore/exit/exit_code.py, 1.41.
+# Flower logs these codes; its processes themselves always exit with 1. See flwr/supercore/exit/exit_code.py, 1.42.
 _EXIT_CODE = re.compile(r"Exit Code: (\d+)")
 _EXIT_CODES: Mapping[int, str] = {
     101: "the SuperLink's license is invalid",

@@ -1,6 +1,6 @@
 """Flower's SuperLink behind a door: from outside, a node's authenticated requests pass, and nothing else does.
 
-Flower 1.41 serves all its APIs on one port, and its open distribution knows no accounts: anyone who reaches that port
+Flower 1.42 serves all its APIs on one port, and its open distribution knows no accounts: anyone who reaches that port
 may register nodes, start, stop and read runs, and take the token with which a ServerApp works. So this SuperLink
 listens twice, with one app, one state and one certificate:
 
@@ -15,7 +15,7 @@ starts these processes, is started again if it dies, and says at once of one tha
 
 With `--with-parent` it ends when its standard input closes.
 
-This file holds every private name of Flower 1.41 that a coordinator needs.
+This file holds every private name of Flower 1.42 that a coordinator needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The private names of Flower 1.41 that the in-process engine needs, and its log lines kept out of what a user sees."""
+"""The private names of Flower 1.42 that the in-process engine needs, and its log lines kept out of what a user sees."""
 
 from __future__ import annotations
 

@@ -57,13 +57,13 @@ def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed
 
 
 # What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.
-FLOWER = "1.41.0"
+FLOWER = "1.42.0"
 SOURCES = {
     start_client_internal.start_client_internal: "9e89a6eb68fbec6821e817cd2c09f7894fc7b0f5725c2365b19a7122307f11f3",
     start_client_internal._pull_and_store_message: "eaf5d0e36dc34e4cf46a490511d077ac55cc8edbbcdbe938c1f6dbcb758628be",
     start_client_internal._push_messages: "00bb86faffdec114db87e7f716af2acd901d12284e44f51f5c2a84704db05f64",
     start_client_internal._verify_fab: "dc3eb78d803b8fe9a65bc704e17da8b58e9f43020b43bf2ba0ba4812483634aa",
-    run_superexec.run_superexec: "d11f4e7fbc8f0b121804772495484fae8987b2b52af8b2baa70baf40d5929e26",
+    run_superexec.run_superexec: "91e7a33c5b898f33249c29d2058c57637ca7668a14c27296d2506dc98ac84f9b",
     runtime_handlers.pull_task_input: "035e6c69a7cffcad980d6a38af68941151a7f6979031638d7cb28c5431df4d3d",
     install_from_fab: "481bd04cde5823220658a8a3e84e827a5ef38254223972e4e14c4cb3968e917e",
     run_clientapp: "6ce09559f3a2f5dcafb7d08f4b443585d76b9b53b9cb29ba1ec06a6982163443",

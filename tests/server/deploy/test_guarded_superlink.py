@@ -59,7 +59,7 @@ _PROTOBUF = {"Content-Type": "application/protobuf"}
 
 
 # What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.
-FLOWER = "1.41.0"
+FLOWER = "1.42.0"
 _COMMAND = import_module("flwr.superlink.cli.flower_superlink")
 SOURCES = {
     _COMMAND.flower_superlink: "398ce9c85755e9eec63ac0a11ec71230f99a68cbb504ea54c1e60b92fca03dde",
@@ -77,7 +77,7 @@ SOURCES = {
     run_agentapp: "a4c21ab72534b241ea63353f66ffe95c9aafa20b5fb549ca7f48708ca7b03369",
     HttpToolsProtocol.connection_made: "6efb565ff3d36b916c29bd42330a2b99b601b48932389e396e5ac53dbef6b91c",
     push_task_output: "b3ee32bbe937b4de7a43c14ea09af49471be8b03933f1a6fe66c9f12ae1c5153",
-    run_superexec: "d11f4e7fbc8f0b121804772495484fae8987b2b52af8b2baa70baf40d5929e26",
+    run_superexec: "91e7a33c5b898f33249c29d2058c57637ca7668a14c27296d2506dc98ac84f9b",
     SubprocessExecutor: "9c58435eb28cd78957a58a6db6a051c5718406cef70353bca2037015424d47e9",
     ExecutionSpec: "a52aad6399c9a5ec1e3b316148832232119eb26b56b18a38d3c74b3ef353a538",
     run_serverapp: "2cf00cc3bc7ef87c52d78be204a566aec13007e7a17625ea48c31f2dff6fe8ea",
