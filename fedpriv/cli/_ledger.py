@@ -300,6 +300,9 @@ def statement(
     since: Annotated[
         str, typer.Option(help="YYYY-MM-DD: list runs and refused requests from then on, and what that part cost.")
     ] = "",
+    erasures: Annotated[
+        bool, typer.Option("--erasures", help="List the dates of erasures at this node; not for others' eyes.")
+    ] = False,
 ) -> Result:
     """One page for a privacy officer: what a client's data have spent, what that covers and what it does not.
 
@@ -321,8 +324,12 @@ def statement(
     with reader.reading(path) as db:
         known = reader.holder_names(db, path, run)
         pages = statements.statement(db, path, client, names=known, view=cast("PlannedView | None", view), since=since)
-    text = "\n\n".join(map(statements.render, pages))
-    return Result({"client": client, "statements": pages}, [text])
+    lines = ["\n\n".join(map(statements.render, pages))]
+    days = {"erasures": reader.erasures_in(path.parent, since)} if erasures else {}
+    if erasures:
+        told = ", ".join(days["erasures"]) or f"none is noted in {path.parent}"
+        lines.append(f"\nErasures at this node, not to be handed on: {told}")
+    return Result({"client": client, "statements": pages, **days}, lines)
 
 
 @command(app)

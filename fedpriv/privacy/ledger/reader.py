@@ -31,7 +31,7 @@ from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN, head_path, wal_path
 
 # Written by a run into its folder, and by the operator of a node into its own.
 REGISTRATIONS, CONFIG, NODE = "registrations.json", "config.toml", "vault.toml"
-LEDGER, EVENTS, SUMMARY = "ledger.sqlite", "events.jsonl", "summary.json"
+LEDGER, EVENTS, ERASURES, SUMMARY = "ledger.sqlite", "events.jsonl", "erasures", "summary.json"
 _REFUSED, _MOST_REASONS = ("refused", "retired"), 20
 _LONGEST_NAME = 100
 # Of the hash that names a holder's ledger.
@@ -250,6 +250,12 @@ def refusals_in(folder: Path, since: str = "") -> dict[str, int]:
     """{reason: how many requests a node refused for it since a time}, most first, as its journal has them."""
     events = [each for each in _events(folder) if each.get("event") in _REFUSED and str(each.get("time")) >= since]
     return dict(Counter(str(each.get("reason")) for each in events).most_common(_MOST_REASONS))
+
+
+def erasures_in(folder: Path, since: str = "") -> list[str]:
+    """The dates from one on at which somebody's records were erased at a node, whose own they are to know."""
+    file = folder / ERASURES
+    return [day for day in read_text(file).split() if day >= since] if file.is_file() else []
 
 
 def _events(folder: Path) -> Iterator[dict[str, Any]]:
