@@ -119,17 +119,26 @@ def risk_in_words(values: Mapping[str, Any], delta: float) -> list[str]:
     """The share found where 1 % is wrongly accused, and what delta means: sentences for people who read no curves.
 
     Args:
-        values: with `tpr_at_fpr` and `unit`, as `fedpriv.privacy.accounting.risk.Risk.values` has them.
+        values: with `tpr_at_fpr` and `unit`, as `fedpriv.privacy.accounting.risk.Risk.values` has them; the view, and
+            `enforced_by`, if a rule bounds what a coordinator may choose.
         delta: beside it.
     """
-    found = values["tpr_at_fpr"]["0.01"]
+    found, basis = values["tpr_at_fpr"]["0.01"], _basis(values)
     outside, members = _FOUND[values["unit"]]
     if found >= 1:
-        return [f"Nothing bounds what an attacker finds: without one wrong accusation, it may be all of the {members}."]
+        may_be = f"without one wrong accusation, it may be all of the {members}"
+        return [f"Nothing bounds what an attacker finds{basis}: {may_be}."]
     return [
-        f"An attacker who wrongly accuses 1 % of {outside} identifies at most {percent_up(found)} of the {members}.",
+        f"An attacker who wrongly accuses 1 % of {outside} identifies at most {percent_up(found)} of the "
+        f"{members}{basis}.",
         f"Delta, {_short(delta)}, is the small probability that epsilon leaves out; the share identified includes it.",
     ]
+
+
+def _basis(values: Mapping[str, Any]) -> str:
+    """The view of a risk and the rule that bounds it, which one figure has in common with no other; empty if untold."""
+    view, rule = values.get("view", values.get("privacy_view")), values.get("enforced_by")
+    return f", on the {view} view, {f'under {rule}' if rule else 'for releases fixed in advance'}" if view else ""
 
 
 def _short(delta: float) -> str:
@@ -139,7 +148,8 @@ def _short(delta: float) -> str:
 def risk_in_short(values: Mapping[str, Any]) -> str:
     """The share found where 1 % is wrongly accused, in half a line."""
     found = values["tpr_at_fpr"]["0.01"]
-    return f"at most {percent_up(found)} of the {_FOUND[values['unit']][1]} found, where 1 % are wrongly accused"
+    told = f"at most {percent_up(found)} of the {_FOUND[values['unit']][1]} found, where 1 % are wrongly accused"
+    return f"{told}{_basis(values)}"
 
 
 def risk_in_figures(values: Mapping[str, Any]) -> str:

@@ -317,7 +317,10 @@ def may_be_missing(resumed: Checkpoint, min_clients: int) -> tuple[int, ...]:
 
 
 def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
-    """The nodes with the registrations that the run began with; those that it skipped may still be missing.
+    """The nodes with what they register now; those that the run skipped may still be missing.
+
+    Each statement is as its node has signed it. A node without a ledger names a new data set with every start, so it
+    keeps what the run began with, which is nobody's to sign but that of its old process, and its new identity.
 
     Raises:
         InputError: a node is missing or new, or registers something else.
@@ -328,9 +331,8 @@ def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
         raise InputError(f"partition-id {', '.join(map(str, changed))}: the run that is resumed began with other nodes")
     for client, (_, now) in nodes.items():
         check_same(before[client], now)
-    # A simulated node makes a new key when it starts.
     here = {
-        client: (node_id, replace(before[client], identity=now.identity, signature=now.signature))
+        client: (node_id, now if now.keeps_replies else replace(before[client], identity=now.identity))
         for client, (node_id, now) in nodes.items()
     }
     return dict(sorted({**here, **{client: (NO_NODE, before[client]) for client in missing}}.items()))

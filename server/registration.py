@@ -16,7 +16,7 @@ from fedpriv.holder.wire.frame import REGISTER, Request
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.entries import DataSet
-from fedpriv.texts import holder_label
+from fedpriv.texts import holder_label, printable
 from server.exchange import answer_in, message_to, reason_of
 
 log = logging.getLogger("flwr")
@@ -144,7 +144,10 @@ def read_registration(reply: Message, node_keys: Path | None) -> Registration:
     """
     registration: Registration = answer_in(reply, REGISTER)
     if registration.software != kinds.SOFTWARE:
-        raise ValueError(f"software = {registration.software!r}: the server runs {kinds.SOFTWARE}")
+        raise ValueError(
+            f"{holder_label(registration.client, registration.name)}: runs {printable(registration.software)}, the "
+            f"coordinator {kinds.SOFTWARE}; install the same fedpriv at both, and restart the node"
+        )
     _check_signature(registration, node_keys / f"{registration.client}.pub" if node_keys else None)
     return registration
 

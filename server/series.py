@@ -59,7 +59,9 @@ class Series:
         receipts: Receipts | None = None,
     ) -> None:
         self.run_id = resumed.run if resumed else secrets.token_hex(16)
-        self.registrations = [registration for _, registration in nodes.values()]
+        began = {each.client: each for each in resumed.registrations} if resumed else {}
+        # As they were signed: the identity of a node without a ledger is that of its process alone.
+        self.registrations = [r if r.keeps_replies else began.get(r.client, r) for _, r in nodes.values()]
         sizes = [registration.num_records for registration in self.registrations]
         self.learning_rate = derived_learning_rate(config, sizes, bench.initial)
         self._rated = with_learning_rates(config, sizes, bench.initial)

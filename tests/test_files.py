@@ -15,6 +15,23 @@ from fedpriv.files import Journal, trace_without_message
 from tests.foreign import linked, planted
 
 
+def test_the_digest_of_a_package_is_that_of_its_sources_however_it_was_installed(tmp_path):
+    def digest(name: str, held: dict[str, str]) -> str:
+        for file, text in held.items():
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(text, newline="")
+        (tmp_path / name / ".#lock.py").symlink_to("user@host.1")  # of an editor
+        return files.library_digest(tmp_path / name)
+
+    sources = {"a.py": "x = 1\n", "b/a.py": "y = 2\n", "b.py": ""}
+    own = digest("clone", sources)
+    wheel = {"page.html": "x", "_apps/a.py": "z = 3\n", "__pycache__/a.pyc": "x"}
+    assert digest("wheel", dict(reversed(sources.items())) | wheel) == own
+    assert digest("windows", {name: text.replace("\n", "\r\n") for name, text in sources.items()}) == own
+    others = [sources | {"a.py": "x = 2\n"}, sources | {"c.py": ""}, {"a.py": "x = 1\n", "b/a.py": "y = 2\n"}]
+    assert len({own, *(digest(f"other-{number}", held) for number, held in enumerate(others))}) == 4
+
+
 @pytest.mark.parametrize("content", ["Hôpital Ω\n".encode(), "Hôpital Ω\n".encode("utf-8-sig")])
 def test_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path, content):
     (tmp_path / "text").write_bytes(content)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.apps import FLOWER_APP
+from fedpriv.files import library_digest
 from fedpriv.operate import approvals
 from simulations.sites import free_port, wait_until
 from tests.test_docs_code import ROOT, blocks
@@ -87,6 +88,7 @@ def test_the_wheel_holds_the_library_and_its_programs(wheel):
 
 def test_a_clone_and_the_wheel_give_one_bundle(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
+    assert library_digest(tmp_path / "fedpriv") == library_digest()
     assert approvals.bundle_digest(tmp_path / "fedpriv/_apps/flower-app") == approvals.bundle_digest(FLOWER_APP)
 
 

@@ -27,7 +27,7 @@ from fedpriv.operate.checks import print_checks
 from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
 from fedpriv.operate.flower import Log, use_proxies
 from fedpriv.operate.joining import Roster, read
-from fedpriv.operate.processes import end_with_parent
+from fedpriv.operate.processes import end_with_parent, only_start
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -251,6 +251,31 @@ def records_(dir_: Folder) -> None:
     found = records.find(vault)
     for line in (*found.lines(), *records.compared(vault, found)):
         typer.echo(line)
+
+
+@app.command()
+def erase(
+    dir_: Folder,
+    column: Annotated[str, typer.Option(help="That says whom a record is about; by default person_column.")] = "",
+) -> None:
+    """Delete a person's records from the file of a node that is stopped, and what was derived from them; note the day.
+
+    It asks for the person, or reads the name from standard input. The day alone is noted, in DIR/erasures, and nobody
+    else gets it; `fedpriv ledger statement --erasures` lists it. N_k stays as registered, and so does what was charged.
+
+    Example: fedpriv node erase ~/node
+
+    Example: fedpriv node erase ~/node --column patient < name.txt
+    """
+    node = Node.read(dir_)
+    with only_start(node.folder, (), typer.echo):
+        if next(node_doctor.health(node)).ok:
+            raise InputError(f"{node.folder}: its vault runs, and has the records in memory; stop the node first")
+        asked = partial(typer.prompt, "The person, as the file names them") if sys.stdin.isatty() else sys.stdin.read
+        records.erase(node.vault, asked(), column)
+    typer.echo(f"erased from {node.vault.data}; N_k stays as registered, and what was charged stays charged")
+    typer.echo("next: do the same in copies, backups and files of earlier data sets, and tell other holders")
+    typer.echo(f"next: fedpriv node start {shlex.quote(str(dir_))}")
 
 
 @app.command("begin-counter")

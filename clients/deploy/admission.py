@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedpriv.apps import FLOWER_APP
 from fedpriv.errors import InputError
-from fedpriv.files import replace_file
+from fedpriv.files import replace_file, software
 from fedpriv.holder.vault.settings import (
     PEER_SUFFIX,
     ApprovedModel,
@@ -117,6 +117,8 @@ def check_asked(invitation: Invitation) -> None:
         InputError: says which, or the planned run cannot be read, or the model brings code.
         FlowerError: this checkout cannot be bundled.
     """
+    if invitation.software not in ("", here := software()):
+        raise InputError(f"software = {invitation.software}: here is {here}; install the coordinator's fedpriv")
     own = approvals.bundle_digest(FLOWER_APP)
     if invitation.bundle not in ("", own):
         raise InputError(

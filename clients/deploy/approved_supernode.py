@@ -25,6 +25,7 @@ import os
 import select
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -32,8 +33,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from flwr.app import Error
 from flwr.cli.config_utils import get_fab_metadata
 from flwr.common.config import get_project_dir
+from flwr.common.constant import ErrorCode
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
 from flwr.supercore.error import ApiErrorCode, FlowerError
@@ -47,9 +50,11 @@ from flwr.supernode.cli import flower_supernode
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 from flwr.supernode.servicer.runtime import runtime_handlers
 
+from fedpriv.files import read_text
 from fedpriv.operate import approvals
 from fedpriv.operate.flower import ask_again_soon, seconds_to_pause
 from fedpriv.operate.processes import Kept, end_with_parent
+from fedpriv.texts import holder_label
 
 # What a task's process needs of what the operator has installed. Nothing of `clients`: a task takes that from the
 # bundle, and would take what is already imported instead.
@@ -65,11 +70,12 @@ _SHORTEST_PAUSE_SECONDS = 0.05
 _SUPEREXEC = f"from {__package__}.approved_supernode import superexec; superexec()"
 
 
-def require_approval(path: Path) -> None:
+def require_approval(path: Path, whose: str) -> None:
     """Make every SuperNode of this process refuse bundles that the file does not approve.
 
     Flower 1.42 calls `_verify_fab` on a bundle that has verifications if trusted entities are configured. This function
-    supplies both, and lets the file decide, which is read again for each run.
+    supplies both, and lets the file decide, which is read again for each run. Flower's own reply says that the bundle
+    could not be verified; this one says to the coordinator who refuses which bundle, and what helps.
     """
     pull: Callable[..., Any] = start_client_internal._pull_and_store_message
 
@@ -80,7 +86,14 @@ def require_approval(path: Path) -> None:
         return pull(get_fab=marked, **{**rest, "trusted_entities": {"approved-fabs": str(path)}})
 
     def verify(fab: Any, trusted_entities: dict[str, str]) -> bool:
-        return approvals.is_approved(fab.content, Path(trusted_entities["approved-fabs"]))
+        if approvals.is_approved(fab.content, Path(trusted_entities["approved-fabs"])):
+            return True
+        digest = hashlib.sha256(fab.content).hexdigest()
+        told = (
+            f"{whose} has not approved this run's bundle; if it is right, run there: fedpriv node approve DIR {digest}"
+        )
+        start_client_internal.FAB_VERIFICATION_ERROR = Error(ErrorCode.INVALID_FAB, told)
+        return False
 
     # It hands on whatever Flower passes, so its signature is wider than that of Flower's function.
     start_client_internal._pull_and_store_message = pull_approved  # type: ignore[assignment]
@@ -192,12 +205,15 @@ def main() -> None:
     parser.add_argument("approved", type=Path)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", required=True)
+    parser.add_argument("--node-config", type=Path, required=True)
     parser.add_argument("--with-parent", action="store_true")
     own, flowers = parser.parse_known_args()
+    node = tomllib.loads(read_text(own.node_config))
     if own.with_parent:
         end_with_parent()
-    sys.argv[1:] = ["--isolation", "process", "--host", own.host, "--port", own.port, *flowers]
-    require_approval(own.approved.absolute())
+    address = ["--host", own.host, "--port", own.port, "--node-config", str(own.node_config)]
+    sys.argv[1:] = ["--isolation", "process", *address, *flowers]
+    require_approval(own.approved.absolute(), holder_label(node["partition-id"], node["name"]))
     install_what_is_approved()
     ask_again_soon(pull_objects)
     keep_pace(kept_superexec(f"{own.host}:{own.port}").tell)

@@ -10,6 +10,7 @@ import typer
 from clients.deploy import admission
 from clients.deploy.folder import Made, Node
 from fedpriv.apps import FLOWER_APP
+from fedpriv.files import software
 from fedpriv.operate import approvals, joining
 from fedpriv.operate.command_line import compare
 from fedpriv.operate.joining import Invitation
@@ -32,6 +33,9 @@ def _tell_invitation(invitation: Invitation) -> None:
     """Tell what is asked, with control characters escaped."""
     typer.echo(f"invitation of {invitation.name} as partition {invitation.partition_id}, by {invitation.superlink}")
     typer.echo(f"its fingerprint: {invitation.fingerprint}")
+    typer.echo(f"the coordinator runs fedpriv {invitation.software or 'of an unknown version'}")
+    if invitation.software not in ("", software()):
+        typer.echo(f"note: here is fedpriv {software()}, and its runs take no node of another version; install its own")
     for key, value in invitation.run.items():
         typer.echo(f"planned: {json.dumps(key)[1:-1]} = {json.dumps(value)}")
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
+from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InputError
-from fedpriv.files import read_text
+from fedpriv.files import owner_for, owner_of, read_text, replace_file, sync_folder
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.privacy.ledger.entries import DataSet
+from fedpriv.privacy.ledger.reader import ERASURES, erasures_in
 from fedpriv.texts import counted
 
 if TYPE_CHECKING:
@@ -305,6 +311,59 @@ def compared(vault: VaultSettings, found: Found) -> Iterator[str]:
         yield f"{counted(-more, what)} fewer than registered: N_k stays, and so does what was charged"
     else:
         yield "as many as registered"
+
+
+def erase(vault: VaultSettings, person: str, column: str = "") -> None:
+    """Delete a person's records from the file of a node that is stopped, and its kept tokens, and note the day.
+
+    The note says nothing else, and stays in the node's folder. N_k stays as it was registered.
+
+    Args:
+        vault: of the node.
+        person: as the file names them.
+        column: that says whom a record is about; empty for the node's own `person_column`.
+
+    Raises:
+        InputError: there is no such column or person, nobody else is in the file, or it cannot be edited such that all
+            other records stay as they are; nothing was changed.
+    """
+    from fedpriv.learning.data import read_strictly  # slow to import
+
+    if vault.data is None or not (column := column or vault.person_column):
+        raise InputError("--column: required, since vault.toml names no file with a person_column")
+    source = replace(vault.source, person_column=column)
+    found = read_strictly(source)
+    places = {record.place for record in found if person and record.person.strip() == person.strip()}
+    left = [record for record in found if record.place not in places]
+    if not places or not left:
+        who = "nobody else is" if places else "nobody of this name is"
+        raise InputError(f"data = {str(vault.data)!r}: {who} in column {column!r}; nothing is erased")
+    data = vault.data.resolve()
+    old, owner = data.stat(), owner_of(data) if os.geteuid() == 0 else None
+    with TemporaryDirectory(dir=data.parent, prefix=".") as beside:  # closed to all others
+        new = Path(beside, data.name)
+        replace_file(new, _without(data, places), mode=old.st_mode & 0o777, owner=owner)
+        if read_strictly(replace(source, data=str(new))) != left:
+            raise InputError(f"data = {str(data)!r}: its other records would change; delete this one's lines by hand")
+        vault.tokens.unlink(missing_ok=True)
+        new.replace(data)
+    sync_folder(data)
+    days = "\n".join([*erasures_in(vault.folder), f"{datetime.now(UTC).date()}\n"])
+    replace_file(vault.folder / ERASURES, days.encode(), mode=0o600, owner=owner_for(vault.folder))
+
+
+def _without(path: Path, places: Collection[int]) -> bytes:
+    """The content of a file without the lines or rows at these places, from 1; compressed if the file is."""
+    from pyarrow import parquet  # slow to import
+
+    if path.suffix.lower() == ".parquet":
+        table, new = parquet.read_table(path), BytesIO()
+        parquet.write_table(table.take([i for i in range(len(table)) if i + 1 not in places]), new)
+        return new.getvalue()
+    content, is_zipped = path.read_bytes(), path.suffix.lower() == ".gz"
+    lines = BytesIO(gzip.decompress(content) if is_zipped else content).readlines()
+    kept = b"".join(line for number, line in enumerate(lines, start=1) if number not in places)
+    return gzip.compress(kept) if is_zipped else kept
 
 
 def bound(vault: VaultSettings, *, plan: Path | None, filter_: str | None, plan_delta: float | None) -> Rule:

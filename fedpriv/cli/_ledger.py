@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -63,7 +64,7 @@ def show_ledger(
 ) -> Result:
     """Show what each client and data set has spent, by pld; with a budget, also the rounds that remain.
 
-    In a node's folder, budget and view are those of its vault.toml.
+    In a node's folder, budget and view are those of its vault.toml; of a copy elsewhere, those it was charged under.
 
     On the aggregate view, an upload that the server saw by itself counts in full.
 
@@ -71,12 +72,12 @@ def show_ledger(
     """
     from fedpriv.privacy.ledger import reader, statement
 
-    its_view, its_budget = reader.limit_of(path)
-    if budget_epsilon is None and view in (None, its_view):  # on another view the budget bounds nothing
-        budget_epsilon = its_budget
-    view = view or its_view
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
+        its_view, its_budget = reader.limit_of(db, path)
+        if budget_epsilon is None and view in (None, its_view):  # on another view the budget bounds nothing
+            budget_epsilon = its_budget
+        view = view or its_view
         known = reader.holder_names(db, path, run)
         rows = statement.spending(db, names=known, budget_epsilon=budget_epsilon, view=cast("PlannedView", view))
         gaps = statement.gaps(db)
@@ -211,7 +212,7 @@ def adopt_head(
         raise InputError("--reason: must not be empty; it is what a later reader of this ledger's statements sees")
     with reader.reading(path) as db:
         last = reader.verify_without_head(db, path)
-        rows = statement.spending(db, names=reader.holder_names(db, path, None))
+        rows = statement.spending(db, names=reader.holder_names(db, path, None), view=reader.limit_of(db, path)[0])
     values: dict[str, Any] = {"entries": last.number if last else 0, "head": last.digest if last else None}
     if reason is not None:
         with Ledger(path, adopting=reason.strip()) as ledger:
@@ -266,7 +267,7 @@ def recover(
         with Ledger(path) as ledger:
             ledger.recover(found, reason.strip())
     with reader.reading(path) as db:
-        rows = statement.spending(db, names=reader.holder_names(db, path, None))
+        rows = statement.spending(db, names=reader.holder_names(db, path, None), view=reader.limit_of(db, path)[0])
     releases = [
         {"data_set": each.data_set.id, "run": link.run, "round": link.round, "event": link.event, "known_by": how}
         for each in found
@@ -296,6 +297,12 @@ def statement(
     ],
     view: ViewName = None,
     run: RunFolder = None,
+    since: Annotated[
+        str, typer.Option(help="YYYY-MM-DD: list runs and refused requests from then on, and what that part cost.")
+    ] = "",
+    erasures: Annotated[
+        bool, typer.Option("--erasures", help="List the dates of erasures at this node; not for others' eyes.")
+    ] = False,
 ) -> Result:
     """One page for a privacy officer: what a client's data have spent, what that covers and what it does not.
 
@@ -303,17 +310,26 @@ def statement(
 
     Example: fedpriv ledger statement results/ledger.sqlite --client 2
 
+    Example: fedpriv ledger statement node/ledger.sqlite --client 0 --since 2027-01-01
+
     Example: fedpriv ledger statement results/ledger.sqlite --client Northgate
     """
     from fedpriv.privacy.ledger import reader
     from fedpriv.privacy.ledger import statement as statements
 
+    try:
+        since = since and date.fromisoformat(since).isoformat()
+    except ValueError:
+        raise InputError(f"--since {since}: must be a date such as 2027-01-31") from None
     with reader.reading(path) as db:
         known = reader.holder_names(db, path, run)
-        its_view = view or reader.limit_of(path)[0]
-        pages = statements.statement(db, path, client, names=known, view=cast("PlannedView", its_view))
-    text = "\n\n".join(map(statements.render, pages))
-    return Result({"client": client, "statements": pages}, [text])
+        pages = statements.statement(db, path, client, names=known, view=cast("PlannedView | None", view), since=since)
+    lines = ["\n\n".join(map(statements.render, pages))]
+    days = {"erasures": reader.erasures_in(path.parent, since)} if erasures else {}
+    if erasures:
+        told = ", ".join(days["erasures"]) or f"none is noted in {path.parent}"
+        lines.append(f"\nErasures at this node, not to be handed on: {told}")
+    return Result({"client": client, "statements": pages, **days}, lines)
 
 
 @command(app)

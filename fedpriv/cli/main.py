@@ -21,7 +21,8 @@ from fedpriv.cli._costs import account, calibrate, communication, repeat_and_sel
 from fedpriv.cli._plan import plan
 from fedpriv.cli._runs import card, export, predict, push, report, status, watch
 from fedpriv.errors import FlowerError, InputError, LedgerError, StoreError
-from fedpriv.texts import VERSION, escape_what_a_terminal_lacks, printable
+from fedpriv.files import software
+from fedpriv.texts import escape_what_a_terminal_lacks, printable
 
 # {name: (module of the programs, its command or none for all of them, what --help lists)}
 _PROGRAMS = {
@@ -107,7 +108,7 @@ def fedpriv_command(
 ) -> None:
     """Federated LoRA fine-tuning under differential privacy, and what it costs every data holder."""
     if version:
-        typer.echo(VERSION)
+        typer.echo(software())
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

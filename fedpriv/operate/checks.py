@@ -24,6 +24,7 @@ from urllib.request import getproxies
 from cryptography import x509
 
 from fedpriv.errors import FlowerError, InputError, LedgerError
+from fedpriv.files import software
 
 if TYPE_CHECKING:
     import httpx
@@ -106,10 +107,10 @@ def _check_versions() -> Check:
         flower = metadata.version("flwr")
     except metadata.PackageNotFoundError:
         return Check("versions", False, f"flwr is not installed; install flwr=={pinned}")
-    others = ", ".join(f"{name} {metadata.version(name)}" for name in ("fedpriv", "torch", "transformers", "peft"))
+    others = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft"))
     if flower != pinned:
         return Check("versions", False, f"flwr = {flower}: must be {pinned}; {others}")
-    return Check("versions", True, f"flwr {flower}, {others}")
+    return Check("versions", True, f"fedpriv {software()}, flwr {flower}, {others}")
 
 
 def _pinned_flower() -> str:

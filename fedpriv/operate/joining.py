@@ -70,6 +70,7 @@ class Invitation:
         partition_id: which client of a run its node is.
         superlink: HOST:PORT of the coordinator.
         ca: the certificate of its authority, PEM; while that is exchanged, of both.
+        software: the version and digest of the coordinator's fedpriv; its runs take only nodes that have the same.
         bundle: SHA-256 of the code that its runs ship.
         model: SHA-256 of the files of the planned run's model; empty without a plan.
         run: the planned run's configuration, as far as it concerns a node; empty without a plan.
@@ -80,6 +81,7 @@ class Invitation:
     partition_id: _Client
     superlink: Annotated[str, AfterValidator(_printable)]
     ca: Annotated[str, AfterValidator(_certificate)]
+    software: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
     bundle: _Digest = ""
     model: _Digest = ""
     run: dict[str, _Value | list[_Value]] = Field(default_factory=dict)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fedpriv.config import RunConfig, to_toml
 from fedpriv.errors import InputError
-from fedpriv.files import LIBRARY, Journal, remove_files, replace_file, replaced_file, write_new
+from fedpriv.files import LIBRARY, Journal, library_digest, remove_files, replace_file, replaced_file, write_new
 from fedpriv.runs import files
 from fedpriv.runs._rows import ClientRow, RoundRow, Sample, StoredAnswer, column_types, read_rows
 from fedpriv.runs.files import write_json
@@ -216,6 +216,7 @@ def environment() -> dict[str, Any]:
             continue
     return {
         "fedpriv": VERSION,
+        "fedpriv_digest": library_digest(),
         "fedpriv_file": str(LIBRARY / "__init__.py"),
         "commit": _commit(),
         "python": sys.version.split()[0],

@@ -194,6 +194,14 @@ class Coordinator:
         return self.folder / "roster.toml"
 
     @property
+    def ledger(self) -> Path:
+        """The ledger of all runs, unless one has another: what an institution has spent is spent in the next one too.
+
+        Next to it is the log of what the nodes have signed.
+        """
+        return self.folder / "ledger.sqlite"
+
+    @property
     def runs(self) -> Path:
         """The folders of the runs."""
         return self.folder / "runs"

@@ -15,7 +15,7 @@ from typing import Any
 from fedpriv import config
 from fedpriv.apps import FLOWER_APP
 from fedpriv.errors import FlowerError, InputError
-from fedpriv.files import read_text, replace_file
+from fedpriv.files import read_text, replace_file, software
 from fedpriv.learning import adapters
 from fedpriv.operate import approvals, joining
 from fedpriv.operate.command_line import validated
@@ -48,7 +48,7 @@ def invite(coordinator: Coordinator, names: Sequence[str]) -> dict[Path, Invitat
     first = max([-1, *known.values(), *coordinator.registered(), *left]) + 1
     ids = known | {name: first + place for place, name in enumerate(new)}
     asked: dict[str, Any] = {"superlink": coordinator.address, "ca": read_text(coordinator.ca_certificate)}
-    asked["bundle"] = approvals.bundle_digest(FLOWER_APP)
+    asked |= {"software": software(), "bundle": approvals.bundle_digest(FLOWER_APP)}
     if planned := coordinator.planned:
         asked["model"] = adapters.model_digest(adapters.model_folder(config.parse(planned).model))
         asked["run"] = {key: value for key, value in planned.items() if key not in _own_keys()}

@@ -84,6 +84,7 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
         "comparison": False,  # no node with a policy would train without noise
         "out": str(coordinator.runs / f"{datetime.now():%Y%m%d-%H%M%S}"),
         "node_keys": str(coordinator.vaults),
+        "ledger": str(coordinator.ledger),
     }
     values = given(overrides)
     if values.get("resume"):

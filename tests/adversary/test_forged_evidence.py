@@ -76,7 +76,7 @@ class World:
             is_row, client = "data_set" in row, int(row["client"])
             if not (type(row["delta"]) is float and 0 < row["delta"] < 1):
                 return True
-            view = "local" if is_row else VIEW
+            view = row["view"] if is_row else VIEW
             truth = _truth(self.releases[client][: self.shown(files, client)], row["delta"], view)
             false |= any(_is_below(row[key], true) for key, true in truth.items() if key in row)
             if is_row:

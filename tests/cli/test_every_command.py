@@ -20,6 +20,7 @@ import typer
 
 from fedpriv import __version__
 from fedpriv.cli.main import app
+from fedpriv.files import software
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog
@@ -196,7 +197,8 @@ def test_help_shows_an_example_whose_options_exist(name):
 
 
 def test_the_app_shows_its_version_and_help():
-    assert fedpriv("--version") == (f"{__version__}\n", "")
+    assert fedpriv("--version") == (f"{software()}\n", "")
+    assert software().startswith(f"{__version__} (")
     shown, _ = fedpriv("--help")
     for name in COMMANDS:
         top, *inner = name.split()

@@ -2,7 +2,9 @@
 
 import json
 import sqlite3
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,7 +148,10 @@ def test_statement_says_what_was_spent_what_it_covers_and_where_to_check(path):
     assert "NOT PRIVATE" not in text
     row = as_json("ledger", "show", path)["data_sets"][0]
     assert page["tpr_at_fpr"] == row["tpr_at_fpr"]
-    assert f"identifies at most {percent_up(page['tpr_at_fpr']['0.01'])} of the records." in text
+    assert (
+        f"identifies at most {percent_up(page['tpr_at_fpr']['0.01'])} of the records, on the local view, for releases"
+        in " ".join(text.split())
+    )
     assert percent_up(page["tpr_at_fpr"]["0.01"]) in fedpriv("ledger", "show", path)[0]
 
 
@@ -184,6 +189,38 @@ def test_a_statement_answers_what_regulators_ask_in_80_columns_and_claims_no_com
     assert "NIST SP 800-226" in said
     assert "EDPB Opinion 28/2024" in said
     assert "claims no compliance" in said
+
+
+def test_a_statement_of_a_part_of_the_history_says_what_it_cost_alone_and_what_was_refused(tmp_path, monkeypatch):
+    path, event = tmp_path / "ledger.sqlite", SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1)
+    for year, run in enumerate(("first", "second")):
+        clock = SimpleNamespace(now=lambda _, year=year: datetime(2026 + year, 5, 3, tzinfo=UTC))
+        monkeypatch.setattr("fedpriv.privacy.ledger.ledger.datetime", clock)
+        with Ledger(path) as ledger:
+            data_set = ledger.data_set() or ledger.register("0", 100, 1e-5)
+            key, release = Key(run=run, client="0", round=1, request="x"), Release(event=event, rho_bar=1.0)
+            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+    (tmp_path / "vault.toml").write_text('partition_id = 0\nname = "St. Anna"\nbudget_epsilon = 4.0\n')
+    told = {"time": "2027-05-03T10:00:00+00:00", "event": "began", "run": "second", "purpose": "falls, 2027"}
+    refused = told | {"event": "refused", "reason": "refused: clip_norm = 900.0"}
+    old = refused | {"time": "2026-01-01T10:00:00+00:00", "reason": "refused: long ago"}
+    lines = [json.dumps(each) for each in (told, refused, refused, old)]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, "torn"]))
+    command = ["ledger", "statement", path, "--client", "0"]
+    (page,) = as_json(*command, "--since", "2027-01-01")["statements"]
+    assert page["epsilon_since"] == epsilon_of([event], 1e-5).epsilon < page["epsilon_local"]
+    assert [run["study"] for run in page["run_list"]] == ["falls, 2027"]
+    assert page["refused"] == {"refused: clip_norm = 900.0": 2}
+    (whole,) = as_json(*command)["statements"]
+    same = ("epsilon_local", "tpr_at_fpr", "budget", "rounds")
+    assert [whole[key] for key in same] == [page[key] for key in same]
+    assert (len(whole["run_list"]), len(whole["refused"])) == (2, 2)
+    said = " ".join(fedpriv(*command, "--since", "2027-01-01")[0].split())
+    assert f"epsilon 4 for all runs together, on the local view: {page['budget']['used']:.1%} of it is used" in said
+    assert "RUNS SINCE 2027-01-01" in said
+    assert "falls, 2027: 1 round charged" in said
+    assert "2 times refused: clip_norm = 900.0" in said
+    assert "--since 2027-13-01: must be a date" in fedpriv(*command, "--since", "2027-13-01", code=2)[1]
 
 
 def test_statement_of_seeded_noise_promises_nothing(path):

@@ -92,6 +92,7 @@ def corpus_run(tiny_bert: Path) -> dict[str, object]:
         "memory_limit_mb": MEMORY_LIMIT_MB,
         "comparison": False,
         "baselines": False,
+        "ledger": "",
     }
 
 
@@ -113,6 +114,7 @@ def holders_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         "memory_limit_mb": MEMORY_LIMIT_MB,
         "comparison": False,
         "baselines": False,
+        "ledger": "",  # one of its own, in its folder
     }
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from simulations.sites import CLIENT, SERVER, DeployedFederation, free_port, kit
+from simulations.sites import CLIENT, SERVER, DeployedFederation, free_port, kit, wait_until
 from tests.deployment.conftest import NUM_NODES, QUICK, holdings
+from tests.deployment.test_evidence import confirmed
+from tests.deployment.test_faults import num_rounds
 
 pytestmark = pytest.mark.deployment
 
@@ -43,8 +45,9 @@ def charged_rounds(site: DeployedFederation) -> list[int]:
     return [len(site.charges(client)) for client in NODES]
 
 
-def test_nothing_is_lost_but_who_left(site, holders_run, tmp_path):
+def test_nothing_is_lost_but_who_left_and_all_evidence_stands(site, holders_run, table, tiny_bert, tmp_path):
     one_round = {**holders_run, "num_clients": len(NODES), "rounds": 1}
+    del one_round["ledger"]  # so they share the coordinator's
     site.run({**one_round, "out": str(tmp_path / "first")})
     assert charged_rounds(site) == [1, 1, 1]
 
@@ -70,13 +73,35 @@ def test_nothing_is_lost_but_who_left(site, holders_run, tmp_path):
     site.start_superlink()
     site.wait_for_nodes(len(NODES))
 
+    # Another one joins, and the run in which it begins is stopped and resumed.
+    site.invite(len(NODES) + 1)
+    site.make_node(3, *holdings(tmp_path, table, num_nodes=4)[3])
+    with (site.node(3) / "vault.toml").open("a") as file:
+        file.write(QUICK)
+    site.approve_model(3, tiny_bert)
+    site.admit(3)
+    site.start_node(3)
+    site.wait_for_nodes(len(NODES) + 1)
+    stopped = site.start_run("stopped", {**one_round, "num_clients": 4, "rounds": 8, "out": str(tmp_path / "resumed")})
+    wait_until(lambda: num_rounds(tmp_path / "resumed") > 0, "a round", 120)
+    stopped.stop()
+    assert not (tmp_path / "resumed" / "summary.json").exists(), stopped.text()
+    site.run({"resume": str(tmp_path / "resumed")})
+    charged = charged_rounds(site)
+
     # A node leaves. The others go on, and nobody waits for it.
     kit(SERVER, "unregister", site.coordinator, "Clinic 1")
     values = {key: value for key, value in one_round.items() if key != "num_clients"}
     site.run({**values, "registration_seconds": 300, "out": str(tmp_path / "last")})
-    assert charged_rounds(site) == [3, 2, 3]
+    assert charged_rounds(site) == [charged[0] + 1, charged[1], charged[2] + 1]
     summary = json.loads((tmp_path / "last" / "summary.json").read_text())
-    assert [client["name"] for client in summary["clients"]] == ["Clinic 0", "Clinic 2"]
+    assert [client["name"] for client in summary["clients"]] == ["Clinic 0", "Clinic 2", "Clinic 3"]
+
+    # Whoever came and went, and with whichever keys: all that was printed is confirmed, of each run and each node.
+    runs = {name: tmp_path / name for name in ("first", "moved", "resumed", "last")}
+    for name, path in (runs | {f"node-{client}": site.node(client) for client in range(4)}).items():
+        lines, _ = confirmed(path, tmp_path / f"{name}.zip")
+        assert any("receipts of data set" in line for line in lines), lines
 
 
 @pytest.mark.nightly  # others share it too while the tests run, each in a worker of its own

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,14 +16,17 @@ from fedpriv.errors import InputError
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.adapters._arithmetic import Product
 from fedpriv.learning.aggregation._fedavg import GlobalModel
+from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import files
 from server import checkpoint
-from server.checkpoint import Checkpoint, read_last, write
+from server.checkpoint import Checkpoint, first_registrations, read_last, write
 from server.observer import LogObserver
 from simulations import __main__ as command
 from simulations.engines import federation
+from tests.cli.command_line import as_json
 from tests.foreign import linked, planted
+from tests.privacy.ledger.test_evidence import failures, verified
 from tests.tiny import with_persons
 
 GLOBAL = Path("variants") / "global" / "adapter_model.safetensors"
@@ -195,6 +199,33 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(interrupted, tmp_path):
     for name in ("accuracy", "epsilon_local_max", "epsilon_rho_max", "bytes_up", "bytes_down", "num_rounds"):
         assert one[name] == other[name], name
     assert [client["earlier_runs"] for client in one["clients"]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("new_key", [False, True])
+def test_a_statement_stays_as_its_node_has_signed_it_when_the_run_goes_on(tmp_path, new_key):
+    def signed(name: str, **changes: object) -> Registration:
+        if not (tmp_path / name).exists():
+            keys.make_key_pair(tmp_path / name)
+        stated = replace(make().registrations[0], identity=keys.public_line(tmp_path / name), **changes)
+        return replace(stated, signature=keys.sign(tmp_path / name, stated.signed))
+
+    began, now = signed("key", receipt="of the start"), signed("new" if new_key else "key", receipt="of later charges")
+    ((_, kept),) = first_registrations({0: (7, now)}, replace(make(), registrations=(began,))).values()
+    assert keys.verify(kept.identity, kept.signed, kept.signature)
+    assert kept.identity == now.identity, "sums are signed by the key that the node has now"
+
+
+@pytest.mark.parametrize(
+    "interrupted", [{"secure_aggregation": True, "local_steps": 1, "optimizer": "sgd", "min_clients": 3}], indirect=True
+)
+def test_the_evidence_of_a_resumed_run_is_confirmed(interrupted, tmp_path):
+    """Its nodes keep no ledger, so each start makes a new key, which signs for sums and for no older statement."""
+    values, folder = interrupted
+    resume(values, folder)
+    as_json("evidence", folder, "--out", tmp_path / "bundle.zip")
+    code, lines = verified(tmp_path / "bundle.zip")
+    assert (code, failures(lines)) == (0, [])
+    assert sum("its registration is signed by ssh-ed25519" in line for line in lines) == 3
 
 
 def test_a_finished_run_can_be_finished_again(interrupted):

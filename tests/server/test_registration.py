@@ -61,7 +61,11 @@ def test_a_signed_registration_is_taken(node_keys, tmp_path):
         ({"client": 1}, "not signed with 1.pub"),
         ({"client": 2}, "no key 2.pub among node_keys"),
         ({"signature": ""}, "not signed with 0.pub"),
-        ({"software": "fedpriv 0.0.9"}, "the server runs fedpriv"),
+        (
+            {"software": "fedpriv 0.0.9"},
+            r"^St\. Anna \(0\): runs fedpriv 0\.0\.9, the coordinator fedpriv \S+ \(\w{12}\); install the same",
+        ),
+        ({"software": f"{kinds.SOFTWARE[:-3]}00)"}, "install the same fedpriv at both, and restart the node"),
         ({"num_records": 0}, "num_records >= 1"),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpriv import texts
+from fedpriv.files import software
 from fedpriv.holder.wire import frame
 from fedpriv.holder.wire.frame import OWN, VERSION, Arrays, FrameError, Request, Response, Scalar, Scalars
 from fedpriv.learning.adapters import Adapter, Merged, codecs, merged_from_tensors, merged_to_tensors
@@ -48,8 +48,8 @@ _MOST_ROUNDS = 10**6
 # The longest text, in characters, that a registration may hold.
 _MAX_TEXT_LENGTH = 300
 
-# What a node runs; all nodes of a run must run the same version.
-SOFTWARE = f"fedpriv {texts.VERSION}"
+# What a node runs; all nodes of a run must run the same. It is that of the code that was loaded, not of a later update.
+SOFTWARE = f"fedpriv {software()}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -247,7 +247,12 @@ class CommittedPlans:
         return taken / slots
 
     def risk(self, history: Sequence[Event], *, epsilon: float | None, delta: float) -> Risk:
-        """The risk of all slots, used or not; arguments as for a filter's, of which delta alone counts."""
+        """The risk of all slots, used or not, on the view for which they were planned; arguments as for a filter's.
+
+        Nothing bounds it on a view where a release costs more than any slot.
+        """
+        if not all(self.covers(each) for each in history):
+            return Risk.none(history[0].unit)
         return risk_of(self._events, delta)
 
     @property

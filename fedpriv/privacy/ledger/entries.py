@@ -395,11 +395,12 @@ class Queries:
         row = self._execute(f"{_REGISTRATIONS} {condition} ORDER BY number DESC LIMIT 1", values).fetchone()
         return None if row is None else _data_set(row)
 
-    def releases(self, data_set: str, *, excluding_run: str = "") -> list[Release]:
-        """Everything charged on a data set in all runs but one; equal releases are merged and their counts summed."""
+    def releases(self, data_set: str, *, excluding_run: str = "", since: str = "") -> list[Release]:
+        """Everything charged on a data set in all runs but one, from a time on; equal releases are merged."""
         counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
-        counted += _ON_DATA_SET
-        rows = self._execute(f"SELECT {counted} AND charged.run != ? GROUP BY 1, 2, 3, 4, 5", (data_set, excluding_run))
+        values = [data_set, since, *([excluding_run] if excluding_run else [])]
+        condition = f"{_ON_DATA_SET} AND charged.time >= ?{' AND charged.run IS NOT ?' if excluding_run else ''}"
+        rows = self._execute(f"SELECT {counted}{condition} GROUP BY 1, 2, 3, 4, 5", values)
         merged = []
         for *columns, num in rows:
             release = _release(*columns)
@@ -426,13 +427,13 @@ class Queries:
             for client, round_, request, *columns in rows
         ]
 
-    def runs(self, data_set: str) -> list[RunRecord]:
-        """The runs charged on a data set, in the order of their first charge."""
+    def runs(self, data_set: str, since: str = "") -> list[RunRecord]:
+        """The runs charged on a data set from a time on, in the order of their first charge."""
         rows = self._execute(
             "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
-            "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? GROUP BY run "
+            "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? AND time >= ? GROUP BY run "
             "ORDER BY min(number)",
-            (data_set,),
+            (data_set, since),
         )
         return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import InputError
-from fedpriv.files import LIBRARY, write_new
+from fedpriv.files import library_digest, write_new
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.views import VIEWS, PlannedView
@@ -45,7 +45,7 @@ _SCHEDULE = (
 _ENVIRONMENT_OF_THE_MACHINE = {"fedpriv_file", "platform", "cpu_count", "gpu"}
 _RISK = ("mu", "advantage", "tpr_at_fpr")
 _FIGURES = (
-    *("client", "data_set", "num_records", "delta", "unit", "rounds", "runs", "noise_source", "num_readers"),
+    *("client", "data_set", "num_records", "delta", "unit", "rounds", "runs", "noise_source", "num_readers", "view"),
     *(f"epsilon_{view}" for view in VIEWS),
     *_RISK,
 )
@@ -118,12 +118,14 @@ def _part(source: Exhibit) -> dict[str, bytes]:
     with reader.reading(source.ledger) as db:
         last = reader.verify_with_head(db, source.ledger)
         entries = list(db.entries())[: last.number if last else 0]
-        rows = [_row(db, row, source.budget) for row in spending(db)]
+        view = source.budget[1] if source.budget else reader.limit_of(db, source.ledger)[0]
+        limit = source.budget[0] if source.budget else None
+        rows = [_row(db, row, source.budget) for row in spending(db, budget_epsilon=limit, view=view)]
     runs = {entry.run for entry in entries if entry.run}
     policy = {"policy.toml": source.policy.read_bytes()} if source.policy and source.policy.is_file() else {}
     about = {
         "head": {"number": last.number if last else 0, "digest": last.digest if last else EMPTY_CHAIN},
-        "software": {"fedpriv": VERSION, "digest": _package_digest()},
+        "software": {"fedpriv": VERSION, "digest": library_digest()},
         "environment": {key: v for key, v in source.environment.items() if key not in _ENVIRONMENT_OF_THE_MACHINE},
         "schedule": {key: source.config[key] for key in _SCHEDULE if key in source.config},
         "models": dict(source.models),
@@ -171,15 +173,6 @@ def _printed(summary: Mapping[str, Any]) -> dict[str, Any] | None:
     clients = [{name: client.get(name) for name in _PRINTED_OF_CLIENTS} for client in summary["clients"]]
     is_bound = summary["accountant"] != "pld"
     return {name: summary.get(name) for name in _PRINTED} | {"upper_bound_only": is_bound, "clients": clients}
-
-
-def _package_digest() -> str:
-    """SHA-256, in hex, of the names and contents of fedpriv's own source files."""
-    folder, digest = LIBRARY, hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        inner = hashlib.sha256(file.read_bytes()).hexdigest()
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{inner}\0".encode())
-    return digest.hexdigest()
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -14,20 +14,25 @@ import os
 import re
 import sqlite3
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import read_text
+from fedpriv.privacy.accounting import filters
+from fedpriv.privacy.accounting.filters import CommittedPlans
+from fedpriv.privacy.accounting.views import PlannedView
 from fedpriv.privacy.ledger import head_file
 from fedpriv.privacy.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry, LedgerConnection
 from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN, head_path, wal_path
 
 # Written by a run into its folder, and by the operator of a node into its own.
 REGISTRATIONS, CONFIG, NODE = "registrations.json", "config.toml", "vault.toml"
-LEDGER = "ledger.sqlite"
+LEDGER, EVENTS, ERASURES, SUMMARY = "ledger.sqlite", "events.jsonl", "erasures", "summary.json"
+_REFUSED, _MOST_REASONS = ("refused", "retired"), 20
 _LONGEST_NAME = 100
 # Of the hash that names a holder's ledger.
 _DIGITS = 32
@@ -191,8 +196,10 @@ def holder_names(db: LedgerConnection, path: Path, run: Path | None) -> dict[str
     return names_in(path.parent if run is None else run, db.data_sets())
 
 
-def limit_of(path: Path) -> tuple[str, float | None]:
+def limit_of(db: LedgerConnection, path: Path) -> tuple[PlannedView, float | None]:
     """The view on which a ledger's budget or target is, and a node's budget; `local` and None where nothing says.
+
+    Settings beside the ledger come first. A copy without them knows the last budget that it was charged under.
 
     Args:
         path: of the ledger; its folder is that of a node, or of a run.
@@ -202,10 +209,16 @@ def limit_of(path: Path) -> tuple[str, float | None]:
     if path.name == LEDGER and node and not node.get("ledger_file"):
         view, budget = node.get("budget_view"), node.get("budget_epsilon")
         return _planned(view), float(budget) if isinstance(budget, (int, float)) else None
+    notes = [(each.id, note) for each in db.data_sets() for note in db.bounds(each.id)]
+    if notes and isinstance(rule := filters.rule_of(db.bounds(notes[-1][0])), CommittedPlans):
+        fits = all(rule.covers(release.event) for release in db.releases(notes[-1][0]))
+        return "local" if fits else "aggregate", rule.epsilon
+    if noted := [budget for _, note in notes if (budget := json.loads(note).get("budget"))]:
+        return _planned(noted[-1][1]), float(noted[-1][0])
     return _planned(_values(folder / CONFIG).get("privacy_view")), None
 
 
-def _planned(view: object) -> str:
+def _planned(view: object) -> PlannedView:
     return "aggregate" if view == "aggregate" else "local"
 
 
@@ -222,6 +235,36 @@ def names_in(folder: Path, data_sets: list[DataSet]) -> dict[str, str]:
             found[data_set.id] = node.get("name")
     ids = {data_set.id for data_set in data_sets}
     return {id_: name[:_LONGEST_NAME] for id_, name in found.items() if id_ in ids and isinstance(name, str) and name}
+
+
+def studies_in(folder: Path) -> dict[str, str]:
+    """{id of a run: what for, or else the name of its folder}, as far as a ledger's folder knows."""
+    told = {str(each.get("run")): each.get("purpose") for each in _events(folder)}
+    for summary in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}"), *folder.glob(f"*/*/{SUMMARY}")):
+        purpose = _values(summary.with_name(CONFIG)).get("purpose")
+        told[str(_values(summary).get("run_id"))] = purpose or summary.absolute().parent.name
+    return {run: text[:_LONGEST_NAME] for run, text in told.items() if isinstance(text, str) and text}
+
+
+def refusals_in(folder: Path, since: str = "") -> dict[str, int]:
+    """{reason: how many requests a node refused for it since a time}, most first, as its journal has them."""
+    events = [each for each in _events(folder) if each.get("event") in _REFUSED and str(each.get("time")) >= since]
+    return dict(Counter(str(each.get("reason")) for each in events).most_common(_MOST_REASONS))
+
+
+def erasures_in(folder: Path, since: str = "") -> list[str]:
+    """The dates from one on at which somebody's records were erased at a node, whose own they are to know."""
+    file = folder / ERASURES
+    return [day for day in read_text(file).split() if day >= since] if file.is_file() else []
+
+
+def _events(folder: Path) -> Iterator[dict[str, Any]]:
+    """The events in a node's journal, as far as it can be read."""
+    with suppress(OSError), (folder / EVENTS).open("rb") as lines:
+        for line in lines:
+            with suppress(ValueError, RecursionError):
+                if isinstance(event := json.loads(line), dict):
+                    yield event
 
 
 def _registered(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

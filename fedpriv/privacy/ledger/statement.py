@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedpriv.errors import InputError
+from fedpriv.files import software
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.calibration import rounds_within
@@ -207,10 +208,10 @@ def spending(
     Args:
         names: {id of a data set: its holder's name}, where it is known.
         budget_epsilon: if given, `remaining_rounds` is added: the rounds like the last one that this budget still
-            allows on the view. The risk of a data set with a filter is that of all that the largest budget lets pass,
-            this one or one that the ledger says was in force; without any, that of what was spent, by the filter's
-            own measure.
-        view: of the budget and of the risk.
+            allows on the view.
+        view: of the budget and of the risk. With a filter, the risk is that of all that the largest budget lets pass
+            which the ledger says was in force. An older ledger says of none: then this budget counts, or without it
+            what was spent, by the filter's own measure.
     """
     known = names or {}
     return [_spending(db, each, known.get(each.id), budget_epsilon, view) for each in db.data_sets()]
@@ -257,7 +258,7 @@ def _spending(
         "noise_source": ",".join(sorted({source for run in runs for source in run.noise_source.split(",")})),
     }
     notes = db.bounds(data_set.id)
-    rule, in_force = filters.rule_of(notes), filters.largest_budget(notes, view)
+    rule, in_force = filters.rule_of(notes), filters.largest_budget(notes, view) or (budget_epsilon if runs else None)
     upto = "" if in_force is None else f" for epsilon {in_force:g}, the largest budget in force so far"
     result["enforced_by"] = None if rule is None else f"{rule}{upto}"
     if not is_known:
@@ -265,9 +266,8 @@ def _spending(
     elif rule is None:
         risk = risk_of(charged[view], data_set.delta)
     else:
-        largest = max(budget_epsilon or 0.0, in_force or 0.0) or None
-        risk = rule.risk(charged[view], epsilon=largest, delta=data_set.delta_for_releases)
-    result |= risk.values
+        risk = rule.risk(charged[view], epsilon=in_force, delta=data_set.delta_for_releases)
+    result |= {"view": view, **risk.values}
     if budget_epsilon is not None and (rounds := remaining_rounds(db, data_set, budget_epsilon, view)) is not None:
         result["remaining_rounds"] = rounds
     return result
@@ -304,13 +304,16 @@ def statement(
     client: str,
     *,
     names: Mapping[str, str] | None = None,
-    view: PlannedView = "local",
+    view: PlannedView | None = None,
+    since: str = "",
 ) -> list[dict[str, Any]]:
     """A privacy statement for each data set of a client: what `render` formats and `--json` prints.
 
     Args:
         client, names: as for `of_client`.
-        view: `aggregate` also states what that view costs, and what it rests on.
+        view: `aggregate` also states what that view costs, and what it rests on; None is that of `reader.limit_of`.
+        since: a date; the runs and requests from then on are listed, and what they cost alone. All else is of the whole
+            history.
 
     Raises:
         InputError: the ledger does not know the client, or several have the name.
@@ -321,18 +324,27 @@ def statement(
     data_sets = of_client(db, path, client, names)
     if last is None:
         raise InputError(f"--client {printable(client)}: {path} has no entry")
-    pages = []
+    its_view, budget = reader.limit_of(db, path)
+    view = view or its_view
+    studies, pages = reader.studies_in(path.parent), []
+    limit = budget if its_view in ("local", view) else None
     for data_set in data_sets:
-        cost, found = _spending(db, data_set, names.get(data_set.id), None, view), gaps(db)
-        runs = [asdict(run) for run in db.runs(data_set.id)]
+        cost, found = _spending(db, data_set, names.get(data_set.id), limit, view), gaps(db)
+        runs = [{**asdict(run), "study": studies.get(run.run, "")} for run in db.runs(data_set.id, since)]
         seeded = "seeded" in cost["noise_source"]
+        recent = [release.charged_on(view) for release in db.releases(data_set.id, since=since)]
+        used = None if budget is None else enforced(db, data_set, budget, its_view)[1]
         pages.append(
             cost
             | {
                 "private": not seeded and cost["is_guarantee"] and math.isfinite(cost["epsilon_local"]),
                 "adjacency": ADJACENCY[cost["unit"]],
                 "covers": _COVERS,
-                "view": view,
+                "budget": None if budget is None else {"epsilon": budget, "view": its_view, "used": used},
+                "since": since,
+                "epsilon_since": epsilon_of(recent, data_set.delta).epsilon,
+                "refused": reader.refusals_in(path.parent, since),
+                "software": software(),
                 "does_not_cover": [*not_covered(cost["unit"]), *([_RESTS_ON_OTHERS] if view == "aggregate" else [])],
                 "statements": _notes(db, data_set),
                 "run_list": runs,
@@ -395,6 +407,8 @@ def render(page: Mapping[str, Any]) -> str:
     """The statement as one page of plain text: a table of 80 columns, with an answer to each question."""
     lines = ["PRIVACY STATEMENT", ""]
     for heading, rows in _table(page).items():
+        if heading and not rows:
+            continue
         lines += [heading.upper(), "-" * _COLUMNS] if heading else []
         for question, answer in rows:
             cells = textwrap.wrap(answer, _COLUMNS - _LEFT, break_long_words=False, break_on_hyphens=False)
@@ -408,12 +422,13 @@ def render(page: Mapping[str, Any]) -> str:
 def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     """{heading: questions with their answers}."""
     name = _NAME_NOTE if page["name"] and not _is_of(page["client"], page["name"]) else ""
+    since = f" since {page['since']}" if page["since"] else ""
     size = f"{page['num_records']} {what_is_counted(page['unit'])}"
     return {
         "": [
             ("Client", f"{label(page['client'], page['name'])}{name}"),
             ("Data set", f"{page['data_set']}, {size} when it was registered"),
-            ("As of", page["as_of"]),
+            ("As of", f"{page['as_of']}, computed by fedpriv {page['software']}"),
             *(("Take note", warning) for warning in _warnings(page)),
         ],
         "What is guaranteed": [
@@ -434,15 +449,16 @@ def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
         ],
         "What regulators ask": list(_ASKED),
         "Not covered": [(f"{number}.", each) for number, each in enumerate(page["does_not_cover"], start=1)],
-        "Runs": [
+        f"Runs{since}": [
             (
                 run["run"][: _LEFT - 2],
-                f"{run['rounds']} rounds charged, noise {run['noise_source']}, {run['first'][:19]} to "
-                f"{run['last'][:19]} UTC",
+                f"{printable(run['study'])}{': ' * bool(run['study'])}{counted(run['rounds'], 'round')} charged, noise "
+                f"{run['noise_source']}, {run['first'][:19]} to {run['last'][:19]} UTC",
             )
             for run in page["run_list"]
         ]
         or [("None", "nothing was charged")],
+        f"Refused requests{since}": [(f"{number} times", printable(why)) for why, number in page["refused"].items()],
     }
 
 
@@ -456,7 +472,7 @@ def _warnings(page: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _epsilons(page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The epsilon on each view, and who is meant by it."""
+    """The epsilon on each view, who is meant by it, and the budget."""
     bound = ", an upper bound" if page["upper_bound_only"] else ""
     delta = f"at delta {page['delta']:g}{bound}"
     yield (
@@ -470,11 +486,17 @@ def _epsilons(page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Aggregate view", f"epsilon {_rounded_up(page['epsilon_aggregate'])} {delta}: {against}"
         if page["num_readers"] == 0:
             yield "", _OLD_SUMS
+    if (budget := page["budget"]) is not None:
+        of_all = f"epsilon {budget['epsilon']:g} for all runs together, on the {budget['view']} view"
+        yield "Budget", f"{of_all}: {budget['used']:.1%} of it is used, by the rule that enforces it"
 
 
 def _composition(page: Mapping[str, Any]) -> str:
     """How releases were added up over rounds and runs."""
     summed = f"{counted(page['rounds'], 'round')} in {counted(page['runs'], 'run')}, composed first and converted once"
+    if page["since"]:
+        told = f"epsilon {_rounded_up(page['epsilon_since'])} at delta {page['delta']:g} on the {page['view']} view"
+        summed += f"; what was charged since {page['since']} would alone be {told}"
     return f"{summed}. Enforced by {page['enforced_by']}. Each {ODOMETER}." if page["enforced_by"] else f"{summed}."
 
 
@@ -528,13 +550,14 @@ def spending_frame(
     path: str | Path,
     *,
     budget_epsilon: float | None = None,
-    view: PlannedView = "local",
+    view: PlannedView | None = None,
     run: str | Path | None = None,
 ) -> pd.DataFrame:
     """The spending of each data set of a ledger, a row each, as `fedpriv ledger show` has it.
 
     Args:
         budget_epsilon: > 0; adds `remaining_rounds`, the rounds like the last one that it still allows on the view.
+        view: of the budget and of the risk; by default that of the settings in the ledger's folder.
         run: a run's folder that knows the holders' names; by default the ledger's own folder.
 
     Raises:
@@ -547,16 +570,20 @@ def spending_frame(
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
         known = reader.holder_names(db, path, Path(run) if run is not None else None)
+        view = view or reader.limit_of(db, path)[0]
         rows = spending(db, names=known, budget_epsilon=budget_epsilon, view=view)
     return pd.DataFrame(rows)
 
 
-def statement_text(path: str | Path, client: str, *, view: PlannedView = "local", run: str | Path | None = None) -> str:
+def statement_text(
+    path: str | Path, client: str, *, view: PlannedView | None = None, run: str | Path | None = None
+) -> str:
     """The privacy statement of a client, one page of plain text for each of its data sets.
 
     Args:
         client: its number, or the name of a holder that has it alone.
-        view: `aggregate` also states what the releases cost where the server saw sums alone.
+        view: `aggregate` also states what the releases cost where the server saw sums alone; by default that of the
+            settings in the ledger's folder.
         run: a run's folder that knows the holders' names; by default the ledger's own folder.
 
     Raises:

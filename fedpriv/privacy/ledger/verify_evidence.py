@@ -272,36 +272,36 @@ def check_risk(name: str, row: Object, events: Events, delta: float, order: int,
 
 def check_data_set(row: Object, entries: Sequence[Object], releases: Sequence[Object], to: Findings) -> None:
     """Check what is printed of a data set."""
-    name, delta = f"data set {row['data_set']}", row["delta"]
+    name, delta, view = f"data set {row['data_set']}", row["delta"], VIEWS[2 * (row["view"] == "aggregate")]
     (registered,) = [e for e in entries if (e["phase"], e["data_set"]) == ("registered", row["data_set"])]
-    facts = {key: registered[key] for key in ("client", "num_records", "delta")}
+    facts = {key: registered[key] for key in ("client", "num_records", "delta")} | {"view": view}
     in_runs = [release for release in releases if release["run"]]
     facts |= {"rounds": len(in_runs), "runs": len({release["run"] for release in in_runs})}
     facts["noise_source"] = ",".join(sorted({r["noise_source"] for r in in_runs} - {"", None}))
     facts["num_readers"] = min((r["num_readers"] for r in releases if (r["aggregate"] or 1) > 1), default=None)
     facts["unit"] = ",".join(sorted({r["event"]["unit"] for r in releases if r["event"]})) or "record"
     to.check(facts.items() <= row.items(), f"{name}: {', '.join(f'{key} {row[key]}' for key in facts)}", facts)
-    for view in VIEWS if any(release["rho"] < 1 for release in releases) else ("local", "aggregate"):
-        for kind, printed in (("pld", row[f"epsilon_{view}"]), ("rdp", row["rdp"][view])):
-            epsilon = epsilon_of(seen_by(view, releases), delta, kind, printed)
-            to.compare(f"{name}: epsilon_{view} at delta {delta:g} by {kind}", printed, epsilon, kind)
+    for on in VIEWS if any(release["rho"] < 1 for release in releases) else ("local", "aggregate"):
+        for kind, printed in (("pld", row[f"epsilon_{on}"]), ("rdp", row["rdp"][on])):
+            epsilon = epsilon_of(seen_by(on, releases), delta, kind, printed)
+            to.compare(f"{name}: epsilon_{on} at delta {delta:g} by {kind}", printed, epsilon, kind)
     rules = [to.parsed(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
     last: Object = rules[-1] if rules else {"rule": "none"}
     rules, order = [rule for rule in rules if rule["rule"] == last["rule"]], last.get("order", 0)
     slots = [seen_by("local", [{"event": event} for event in rule.get("events", ())]) for rule in rules]
     if row["budget"]:
         check_budget(row, releases, rules, slots, order, to)
-    events = seen_by("local", releases)
+    events = tuple(itertools.chain(*slots)) if last["rule"] == "plan" else seen_by(view, releases)
     if last["rule"] == "plan":
-        view, events = row["budget"]["view"] if row["budget"] else "local", tuple(itertools.chain(*slots))
         to.check(have_slots(slots, releases, view), f"{name}: each release has a slot in its plans")
     if last["rule"] == "gaussian":  # which counts no sampling
         events = tuple((event._replace(q=1.0, drawn=(1.0,)), count) for event, count in events)
     delta *= FOR_RELEASES if rules else 1.0
-    for epsilon in (e for e, view in (rule.get("budget", (0, "")) for rule in rules) if view == "local"):
+    noted = [e for e, on in (rule.get("budget", (0, "")) for rule in rules) if on in ("local", view)]
+    for epsilon in noted or [row["budget"]["epsilon"] for _ in rules[:1] if row["budget"] and in_runs and not slots[0]]:
         if (left := divergence_at(order, epsilon, delta) - cost_of(events, order)) > 0:  # which could be released too
             events += ((Seen(facts["unit"], 1.0, math.sqrt((order or 2) / (2 * left)), (1.0,), (1.0,)), 1),)
-    check_risk(name, row, events, delta, order, False, to)
+    check_risk(f"{name}: on the {view} view, by the rule {last['rule']}", row, events, delta, order, False, to)
 
 
 def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], to: Findings) -> None:
@@ -329,7 +329,7 @@ def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], to: Fi
         claim = f"{name}: its unit is a {client['unit']}, with a risk if the {view} view holds"
         to.check(units == {client["unit"]} and holds == bool(client["tpr_at_fpr"]), claim, (units, holds))
         if client["tpr_at_fpr"]:
-            check_risk(name, client, seen_by(view, releases), delta, 0, are_many, to)
+            check_risk(f"{name}: on the {view} view", client, seen_by(view, releases), delta, 0, are_many, to)
     figures = {"delta_max": [c["delta"] for c in clients]} | {f"{key}_max": [c[key] for c in worst_of] for key in keys}
     figures |= {key: [client[key] for client in risky] for key in ("mu", "advantage", *RATES) if risky}
     for key, values in figures.items():

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 from flwr.cli.install import install_from_fab
+from flwr.common.constant import ErrorCode
 from flwr.supercore.error import FlowerError
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec
@@ -54,6 +56,18 @@ def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed
     assert held(folder) == FILES
     with pytest.raises(FlowerError, match="another bundle's name"):  # Flower would execute the folder of that name
         runtime_handlers.pull_task_input("request", "state", "task")
+
+
+def test_the_coordinator_reads_who_refuses_which_bundle_and_what_helps(tmp_path, monkeypatch):
+    for name in ("_pull_and_store_message", "_verify_fab", "FAB_VERIFICATION_ERROR"):
+        monkeypatch.setattr(start_client_internal, name, getattr(start_client_internal, name))
+    (file := tmp_path / "approved-fabs").write_text(f"{'0' * 64}\n")
+    approved_supernode.require_approval(file, "St. Anna (2)")
+    assert not start_client_internal._verify_fab(SimpleNamespace(content=CONTENT), {"approved-fabs": str(file)})
+    error = start_client_internal.FAB_VERIFICATION_ERROR
+    assert error.code == ErrorCode.INVALID_FAB
+    assert error.reason.startswith("St. Anna (2) has not approved this run's bundle; ")
+    assert error.reason.endswith(f"fedpriv node approve DIR {DIGEST}")
 
 
 # What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.

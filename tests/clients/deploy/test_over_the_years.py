@@ -1,10 +1,14 @@
 """Records come and go over the years: the operator is told and decides, and the coordinator sees none of it."""
 
+import io
 import logging
+import re
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from clients.deploy import doctor
@@ -17,13 +21,16 @@ from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.wire.frame import REFUSED
 from fedpriv.holder.wire.kinds import ADAPTER
+from fedpriv.learning.data import read_strictly
 from fedpriv.learning.training.workbench import load_model
+from fedpriv.operate.processes import only_start
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.entries import CHARGED, Entry
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.sites import run_in_process
 from tests.adversary.nodes import Answer, Question, ask, registering, restart, run_config, training
+from tests.cli.command_line import as_json, fedpriv
 from tests.tiny import LABELS, WORDS
 from tests.vaults import write_records
 
@@ -232,3 +239,57 @@ def test_an_erased_record_is_in_no_later_upload_and_not_in_the_file_of_tokens(si
         (node.charges()[0][1], 1),
         (never.charges()[0][1], 2),
     ]
+
+
+def written(path: Path, persons: Sequence[str]) -> Path:
+    """A table with a record for each of these persons, in any format."""
+    rows = [
+        {"note": f'{WORDS[i]}, "{WORDS[-i]}"', "department": LABELS[i % 2], "patient": p} for i, p in enumerate(persons)
+    ]
+    frame = pd.DataFrame(rows)
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    elif path.suffix == ".gz":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_csv(path, index=False)
+    return path
+
+
+@pytest.mark.parametrize("name", ["own.csv", "own.jsonl.gz", "own.parquet"])
+def test_a_person_is_erased_in_one_command_and_the_day_alone_is_noted(name, tmp_path, make_node, monkeypatch):
+    data, persons = written(tmp_path / name, ["P1", "P2", "P1", "P3", "P2"]), {"labels": LABELS, "text_column": "note"}
+    data.chmod(0o640)
+    columns = {"label_column": "department", "person_column": "patient", "table_checks": "warn"}
+    site = Site(make_node("node", data=data, budget_epsilon=100.0, **persons, **columns), {})
+    site.settings.tokens.write_bytes(b"tokens of records")
+    before, entries = read_strictly(site.settings.source), site.ledger()
+
+    def erase(person: str, *options: object, code: int = 0) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{person}\n"))
+        return site.kit("erase", *options, code=code)
+
+    for wrong, said in ((("P9",), "nobody of this name"), (("P1", "--column", "ward"), "ward"), (("",), "nobody of")):
+        assert said in erase(*wrong, code=2)
+    with only_start(site.folder, (), print):
+        assert "another `start` of this folder runs" in erase("P1", code=2)
+    assert (read_strictly(site.settings.source), site.settings.tokens.exists()) == (before, True)
+    assert "P1" not in erase("P1")
+    assert read_strictly(site.settings.source) == [record for record in before if record.person != "P1"]
+    assert (data.stat().st_mode & 0o777, site.settings.tokens.exists()) == (0o640, False)
+    assert site.ledger() == entries, "N_k and all that was charged stays"
+    noted = site.folder / "erasures"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d\n", noted.read_text())
+    assert noted.stat().st_mode & 0o777 == 0o600
+    erase("P2")
+    assert len(noted.read_text().splitlines()) == 2
+    assert "nobody else is" in erase("P3", code=2)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [], "a copy is left"
+
+    today = noted.read_text().split()[0]
+    own = fedpriv("ledger", "statement", site.settings.ledger, "--client", "1", "--erasures")[0]
+    assert f"Erasures at this node, not to be handed on: {today}, {today}" in own
+    assert "rasure" not in fedpriv("ledger", "statement", site.settings.ledger, "--client", "1")[0]
+    as_json("evidence", site.folder, "--out", tmp_path / "bundle.zip")
+    with zipfile.ZipFile(tmp_path / "bundle.zip") as bundle:
+        assert not [name for name in bundle.namelist() if "erasure" in name or b"rasure" in bundle.read(name)]

@@ -52,7 +52,9 @@ def test_it_states_epsilon_delta_unit_adjacency_views_accountant_noise_and_ledge
 def test_it_says_what_an_attacker_finds(run, tmp_path):
     found = {"0.001": 0.0048, "0.01": 0.0339, "0.05": 0.1261}
     text = card.text(with_summary(run, tmp_path, tpr_at_fpr=found, mu=0.5, advantage=0.197))
-    assert "identifies at most 3.4 % of the records. Delta, 1e-5, is" in text
+    assert (
+        "identifies at most 3.4 % of the records, on the local view, for releases fixed in advance. Delta, 1e-5" in text
+    )
     assert "Found at most, on the local view: 0.5 % at 0.1 %, 3.4 % at 1 %, 12.7 % at 5 % wrongly accused" in text
     assert "identifies" not in card.text(find(run)), "an earlier version did not know"
 

@@ -12,12 +12,14 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from scipy.stats import norm
 
 from fedpriv.config import parse
+from fedpriv.holder.vault._charging import charge
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
@@ -33,7 +35,7 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from server.observer import LogObserver
 from simulations.api import sweep_all
 from simulations.engines import federation
-from tests.cli.command_line import as_json
+from tests.cli.command_line import as_json, fedpriv
 from tests.marks import slow
 from tests.privacy.ledger.test_recovery import Node
 
@@ -200,6 +202,42 @@ def test_the_evidence_of_an_honest_ledger_is_confirmed(delta, rule, noise_source
     write_evidence(tmp_path / "bundle.zip", {"ledger": Exhibit(ledger=tmp_path / "ledger.sqlite")})
     code, lines = verified(tmp_path / "bundle.zip")
     assert (code, failures(lines)) == (0, [])
+
+
+@pytest.mark.parametrize("rule", ["renyi", "plan"])
+def test_one_ledger_has_one_risk_wherever_it_is_told_and_view_and_rule_are_named(rule, tmp_path):
+    made, event = Node(tmp_path / "node"), SubsampledGaussian(noise_multiplier=3.0, sampling_probability=1.0)
+    assert made.newest.counter == 0  # as it registers
+    policy = replace(made.policy, budget_epsilon=6.0, budget_view="aggregate")
+    if rule == "plan":
+        planned = CommittedPlan.of([event.with_noise(2.0).with_count(3)], made.data_set.delta_for_releases)
+        with Ledger(made.path) as ledger:
+            ledger.bound(made.data_set, filters.to_json(planned))
+    for round_ in (1, 2):
+        key, release = Key(run="run", client="0", round=round_, request=f"{round_}"), Release(event=event, rho_bar=1.0)
+        summed = replace(release, aggregate_scale=2.0, num_readers=1)
+        charge(policy, key, summed, made.data_set, noise_source="secure")
+    # A larger budget, under which nothing was charged yet.
+    settings = 'partition_id = 0\nname = "St. Anna"\nbudget_epsilon = 9.0\nbudget_view = "aggregate"\n'
+    (made.folder / "vault.toml").write_text(settings)
+    (tmp_path / "copy").mkdir()
+    copy, told = tmp_path / "copy" / "ledger.sqlite", []
+    as_json("ledger", "backup", made.path, "--out", copy)
+    for path, part in ((made.path, "node"), (copy, "ledger")):
+        told += as_json("ledger", "show", path)["data_sets"]
+        told += as_json("ledger", "statement", path, "--client", "0")["statements"]
+        as_json("evidence", path, "--out", tmp_path / f"{part}.zip")
+        told += json.loads(unpacked(tmp_path / f"{part}.zip")[f"{part}/figures.json"])["data_sets"]
+        code, lines = verified(tmp_path / f"{part}.zip")
+        assert (code, failures(lines)) == (0, [])
+        assert any(f"on the aggregate view, by the rule {rule}: found at 0.01" in line for line in lines)
+        words = " ".join(fedpriv("ledger", "statement", path, "--client", "0")[0].split())
+        assert "of the records, on the aggregate view, under a " in words
+    assert len({json.dumps([each[key] for key in ("view", "mu", "advantage", "tpr_at_fpr")]) for each in told}) == 1
+    assert 0.01 < told[0]["tpr_at_fpr"]["0.01"] < 1
+    if rule == "plan":  # which says nothing of who sees each upload
+        (alone,) = as_json("ledger", "show", copy, "--view", "local")["data_sets"]
+        assert alone["tpr_at_fpr"]["0.01"] == 1.0
 
 
 def test_epsilons_agree_with_ours_on_random_histories():
