@@ -15,7 +15,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
-from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
+from fedpriv.config import ON_NODES, RunConfig, parse, why_recipe, with_mechanism_parameters
 from fedpriv.errors import InputError
 from fedpriv.learning.data.identity import other_partitions
 from fedpriv.learning.training.noise_plan import calibrated, decided
@@ -55,6 +55,8 @@ def make_app(observer: Observer, during: Callable[[], AbstractContextManager[Non
     def main(grid: Grid, context: Context) -> None:
         log.info("server uses %s", fedpriv.__file__)
         config = parse(context.run_config)
+        if why := why_recipe(context.run_config):
+            observer.notice(why)
         for key, path in (("out", config.out or "."), ("ledger", config.ledger), ("resume", config.resume)):
             if path and not Path(path).is_absolute():
                 raise InputError(

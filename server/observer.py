@@ -189,7 +189,7 @@ class LogObserver:
         self._last_line = self._began = time.monotonic()
         self._now = RunProgress(what="preparing the rounds")
         self._config, self._delta = config, max(config.delta or default_delta(r.num_records) for r in registrations)
-        kind = f"z = {config.noise_multiplier}" if config.noise_multiplier else "comparison, z = 0"
+        kind = config.noise_in_words if config.noise_multiplier else "comparison, z = 0"
         self._names = {r.client: r.name for r in registrations}
         listed = [f"{holder_label(r.client, r.name)}: {r.num_records}" for r in registrations[:_MOST_SIZES]]
         if (num_more := len(registrations) - len(listed)) > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -21,7 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from fedpriv import config as configuration
 from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
-from fedpriv.errors import DiskFullError, InputError
+from fedpriv.errors import DiskFullError, InputError, first_line
 from fedpriv.runs.files import CONFIG, checkpoints, is_finished, run_folder_of
 from fedpriv.runs.plan import preflight
 
@@ -43,7 +43,9 @@ def federate(
     console = _console(progress)
     given, named = _in_memory(keys)
     if resume is None:
-        resolved = _resolved(config, named, out)
+        resolved, why = _resolved(config, named, out)
+        if why:
+            console.print(why, markup=False, highlight=False, soft_wrap=True)
     elif config is not None or out is not None or keys.keys() - set(_GIVEN if given else ()):
         more = " but its model and records" if given else ""
         raise InputError(
@@ -187,15 +189,30 @@ def sweep_all(
     return command.sweep(planned, Path(folder).expanduser().absolute(), max_parallel=max_parallel, console=console)
 
 
-def _resolved(path: str | Path | None, keys: Mapping[str, Any], out: str | Path | None) -> RunConfig:
-    """The configuration: defaults, then the file, then the keys."""
+def _resolved(path: str | Path | None, keys: Mapping[str, Any], out: str | Path | None) -> tuple[RunConfig, str]:
+    """The configuration, of defaults, then the file, then the keys; and what implies its recipe, if anything does."""
     values = configuration.read(Path(path)) if path is not None else {}
     values = configuration.with_overrides(values, _plain(keys))
     name = Path(path).stem if path is not None else "embedded"
     if values.get("ledger"):
         values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
     folder = out or values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-    return configuration.parse(values | {"out": str(Path(folder).expanduser().absolute())})
+    values["out"] = str(Path(folder).expanduser().absolute())
+    if callable(own := values.get("noise_schedule")):
+        values["noise_schedule"] = _of_rounds(own, configuration.parse({**values, "noise_schedule": ()}).rounds)
+    return configuration.parse(values), configuration.why_recipe(values)
+
+
+def _of_rounds(schedule: Callable[[int], Any], rounds: int) -> list[Any]:
+    """A program's function as its values for every round, from 1: from here on the run has these numbers alone.
+
+    Raises:
+        InputError: it fails.
+    """
+    try:
+        return [_value(schedule(round_)) for round_ in range(1, rounds + 1)]
+    except Exception as error:  # a stranger's function raises anything
+        raise InputError(f"noise_schedule: the function fails ({first_line(error)})") from error
 
 
 def _check_simulated(config: RunConfig) -> None:

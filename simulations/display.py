@@ -98,7 +98,7 @@ class TerminalObserver:
     ) -> None:
         private, show = config.noise_multiplier > 0, self._console.print
         self._console.rule(
-            f"private run, z = {config.noise_multiplier:.4g}" if private else "comparison run, z = 0, clipping kept"
+            f"private run, {config.noise_in_words}" if private else "comparison run, z = 0, clipping kept"
         )
         if private:
             show(_who(registrations, config.unit), highlight=False, markup=False)

@@ -4,13 +4,16 @@ import contextlib
 import doctest
 import importlib
 import io
+import json
 import re
 
 import pytest
 import torch
 
+import fedpriv
 from fedpriv.exports import Registry
 from fedpriv.learning import aggregation
+from fedpriv.learning.aggregation import RULES
 from tests.test_docs_code import ROOT, blocks
 
 # Not called from Python: the command line, what kits share, and what frames and pages are made of; wings list rooms.
@@ -42,10 +45,31 @@ def python_of(page: str) -> list[str]:
 
 @pytest.fixture
 def runs_and_library():
-    """The Python of docs/python.md: runs, then the library."""
+    """The Python of docs/python.md: a run, a sweep, own parts, then the library."""
     found = python_of("python.md")
-    assert len(found) == 3
+    assert len(found) == 4
     return found
+
+
+def test_a_network_a_rule_and_a_noise_schedule_of_ones_own_are_one_short_script(
+    runs_and_library, tmp_path, monkeypatch
+):
+    pytest.importorskip("sklearn.datasets")
+    monkeypatch.chdir(tmp_path)
+    rules = dict(RULES)
+    code = runs_and_library[2]
+    assert len(code.splitlines()) <= 40
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code.replace('out="digits"', 'out="digits", progress=False'), "python.md", "exec"), {})
+    for name in RULES.keys() - rules.keys():
+        del RULES[name]
+    assert printed.getvalue().splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, re.M)
+    noise = [
+        json.loads(event)["noise_multiplier"]
+        for event in fedpriv.open_run(tmp_path / "digits").ledger["event"].dropna()
+    ]
+    assert sorted(set(noise), reverse=True) == [4 - round_ / 10 for round_ in range(1, 21)]
 
 
 def test_the_lines_on_the_library_print_what_stands_beside_them(runs_and_library, tmp_path, monkeypatch):
@@ -87,7 +111,7 @@ def test_the_lines_on_runs_and_sweeps_run(runs_and_library, tmp_path, monkeypatc
     names: dict[str, object] = {}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        for block in runs_and_library[:-1]:
+        for block in runs_and_library[:2]:
             exec(compile(block, "python.md", "exec"), names)
     assert "Run('first': accuracy" in printed.getvalue()
     assert "num_runs=2" in printed.getvalue()

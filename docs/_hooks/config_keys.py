@@ -52,6 +52,7 @@ class RunKeys(_CommonKeys, total=False):
     model: str | Path | Callable[[], Any]
     data: str | Path | Sequence[Any] | Mapping[str, Any]
     test_data: str | Path | Any
+    noise_schedule: Sequence[float | Sequence[float]] | Callable[[int], Any]
 
 
 class SweepKeys(_CommonKeys, total=False):
@@ -61,6 +62,7 @@ class SweepKeys(_CommonKeys, total=False):
     model: str | Path
     data: str | Path
     test_data: str | Path
+    noise_schedule: Sequence[float | Sequence[float]]
 '''
 
 
@@ -103,7 +105,7 @@ def _for_editors() -> str:
     aliases = {value: name for name, value in exported.items() if get_origin(value) is Literal}
     hints = get_type_hints(RunConfig, include_extras=True)
     paths = {*RunConfig.keys_with(Fact.PATH), *RunConfig.keys_with(Fact.LOCATION)}
-    left_out = {*RunConfig.keys_with(Fact.ARGUMENT), "batch_size", "model", "data", "test_data"}
+    left_out = {*RunConfig.keys_with(Fact.ARGUMENT), "batch_size", "model", "data", "test_data", "noise_schedule"}
     parts, used = [], set()
     for title, keys in groups().items():
         lines = [f"    # {title}"]

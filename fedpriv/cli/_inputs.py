@@ -228,7 +228,8 @@ def check_config(
 ) -> Result:
     """Say everything that is wrong with a configuration, a line for each problem; exit with 2 if there is any.
 
-    Paths are looked for from here, as a run from here would.
+    Paths are looked for from here, as a run from here would. If nothing else is wrong, the model is loaded and the
+    noise calibrated, as when a run begins; not from the Hub, nor with more than 2 GB of weights.
 
     Example: fedpriv config check simulations/configs/embedded.toml
     """
@@ -239,7 +240,7 @@ def check_config(
     if files and configs:
         from fedpriv.runs.plan import preflight  # deferred: it may load tables
 
-        problems += preflight.problems(configs)
+        problems += preflight.problems(configs, begins=not problems)
     problems = list(dict.fromkeys(problems))
     values = {"file": str(file), "kind": kind, "num_runs": len(configs), "problems": problems}
     runs = f"a sweep of {len(configs)} runs" if kind == "sweep" else "a run"

@@ -97,6 +97,9 @@ def _plan_budget(
     classes: Annotated[
         int, typer.Option(help="C >= 2: for the head's rate, and for the chance that noise misplaces a record.")
     ] = 2,
+    noise_schedule: Annotated[
+        str, typer.Option(help="z of every round, as 3,2,1, or [z, q] of each as JSON; scaled to --epsilon.")
+    ] = "",
     seconds: Annotated[
         float | None, typer.Option(help="For the passes of all clients' records; what does not fit is left out.")
     ] = None,
@@ -129,14 +132,15 @@ def _plan_budget(
         train=train,
         unit=None if max_records_per_person is None else "person",
         max_records_per_person=max_records_per_person,
+        noise_schedule=noise_schedule or None,
     )
-    chosen, reason = budget.lora_choice(setting)
+    chosen, reason = (setting, "") if noise_schedule else budget.lora_choice(setting)
     setting = chosen if setting.config.train == "auto" else setting
     speed = _timed() if records_per_second is None else records_per_second
     left_out: tuple[str, ...] = ()
     if seconds is not None:
         setting, left_out = budget.fitted(setting, seconds=seconds, records_per_second=speed)
-    found, others = budget.plan(setting), budget.alternatives(setting)
+    found, others = budget.plan(setting), {} if noise_schedule else budget.alternatives(setting)
     values = _values(found) | _row(found, speed)
     values |= {
         "records_per_second": speed,
@@ -153,6 +157,8 @@ def _plan_budget(
         committed = _committed(found)
         write_new(out, f"{json.dumps(committed, indent=1)}\n".encode(), mode=None)
         values["filtered_epsilon"] = max(client["filtered_epsilon"] for client in committed["clients"])
+    if noise_schedule:
+        values["noise_schedule"] = [list(each) for each in found.setting.config.scheduled]
     return Result(values, _page(values))
 
 

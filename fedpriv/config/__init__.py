@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fedpriv.config._recipes import RECIPES as RECIPES
     from fedpriv.config._recipes import WITH_AUTO as WITH_AUTO
     from fedpriv.config._recipes import Recipe as Recipe
+    from fedpriv.config._recipes import why_recipe as why_recipe
     from fedpriv.config._run_config import RunConfig as RunConfig
     from fedpriv.config._schema import schema as schema
     from fedpriv.config._schema import schema_tables as schema_tables

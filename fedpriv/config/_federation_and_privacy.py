@@ -21,6 +21,7 @@ from fedpriv.config._section import (
     NonNegative,
     Positive,
     Probability,
+    Schedule,
     Sizes,
 )
 from fedpriv.exports import Registry
@@ -65,9 +66,9 @@ class RuleFacts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it makes the weighted sum of whatever tensors are trained, and asks nothing of them."""
+        """Whether it makes the next model of whatever tensors are trained, and asks nothing of them or of clients."""
         asks = self.is_partial or self.has_one_factor or self.orthonormal or self.rebases
-        return self.linear and not asks
+        return not (asks or self.merges or self.restarts or self.ternary or self.selective)
 
     @property
     def has_one_factor(self) -> bool:
@@ -80,9 +81,9 @@ class RuleFacts:
         return self.trains in ("lora", "lora-b") and not self.merges
 
     @property
-    def sums_lora(self) -> bool:
-        """Whether the new model is a weighted sum of LoRA's factors."""
-        return self.linear and self.trains != "weights"
+    def combines_lora(self) -> bool:
+        """Whether the new model is made of LoRA's factors, by a weighted sum or as a rule of one's own makes it."""
+        return (self.linear or self.is_plain) and self.trains != "weights"
 
 
 class _RuleFacts(Registry[RuleFacts]):
@@ -267,6 +268,10 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     """C, the L2 norm to which the rule clips"""
     noise_multiplier: Annotated[NonNegative, Fact.PRIVACY] = 1.0
     """z, the standard deviation of a step's noise divided by C; give this or `target_epsilon`, which derives it"""
+    noise_schedule: Annotated[Schedule, Fact.PRIVACY] = ()
+    """[z of each round](python.md#a-network-a-rule-and-a-noise-schedule-of-your-own), or z and q, such as
+    `[[2, 0.5], [1, 0.5]]`; z is in units of `noise_multiplier`, which is 1 then unless it is given, or derived for a
+    target"""
     start_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
     """z of the head's start; empty: for 15 % of the budget"""
     lora_noise_multiplier: Annotated[NonNegative | None, Maybe, Fact.CALIBRATED | Fact.TEXTS] = None
@@ -313,6 +318,18 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     def caveat(self) -> str:
         """Why the run's epsilon, as it is accounted for, is no privacy guarantee; empty if it is one."""
         return MECHANISMS[self.mechanism].caveat(self.mechanism_parameters)
+
+    @property
+    def scheduled(self) -> tuple[tuple[float, float | None], ...]:
+        """z of every round, and q where that is given; empty without a `noise_schedule`."""
+        pairs = [each if isinstance(each, tuple) else (each, None) for each in self.noise_schedule]
+        return tuple((self.noise_multiplier * z, q) for z, q in pairs)
+
+    @property
+    def noise_in_words(self) -> str:
+        """z of the rounds, for people."""
+        values = [z for z, _ in self.scheduled] or [self.noise_multiplier]
+        return f"z = {min(values):.4g}" + (f" to {max(values):.4g}, as scheduled" if self.scheduled else "")
 
     def budget_of(self, client: int) -> float | None:
         """A client's budget of epsilon, by partition id; None if it has none."""

@@ -133,16 +133,16 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     Columns of prompts or chat messages imply a causal model, and the recipe `instruction`; one of persons implies that
     these are the unit. With `answers` that recipe is another, and prompts end by asking for one of them.
     `train = auto` is about R between frozen factors of every layer, unless another rule is named.
-    A noise multiplier or a `target_risk` without a `target_epsilon` leaves out the recipe's target, and secure
-    aggregation has the noise and the view that it is for, and needs every client's upload. The value `by recipe` is
-    that of a key that is left out.
+    A noise multiplier, a noise schedule or a `target_risk` without a `target_epsilon` leaves out the recipe's target;
+    secure aggregation has the noise and the view that it is for, and needs every client's upload. A rule that is no
+    weighted sum has no optimizer at the server. The value `by recipe` is that of a key that is left out.
     """
     values = {key: value for key, value in values.items() if value != BY_RECIPE}
     if values.get("prompt_column") or values.get("messages_column"):
         values.setdefault("task", "CAUSAL_LM")
     if values.get("person_column"):
         values.setdefault("unit", "person")
-    recipe = values.setdefault("recipe", _implied(values))
+    recipe = values.setdefault("recipe", _implied(values)[0])
     presets = dict(_PRESETS[recipe]) if recipe in list(RECIPES) else {}
     other_rule = values.get("aggregation") not in (None, _INSTRUCTION["aggregation"])
     if recipe == "instruction" and (other_rule or values.get("base_dtype") == "nf4"):
@@ -157,8 +157,12 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
         presets |= WITH_AUTO
         if isinstance(rank := values.get("rank"), int):  # any other is refused by name
             presets["alpha"] = _SCALE_WITH_AUTO * rank
-    if "noise_multiplier" in values or values.get("target_risk"):
+    if "noise_multiplier" in values or values.get("target_risk") or values.get("noise_schedule"):
         presets["target_epsilon"] = ""
+    if values.get("noise_schedule"):
+        presets["noise_multiplier"] = 1.0
+    if recipe == "fedpriv" and (rule := values.get("aggregation")) in list(RULE_FACTS) and not RULE_FACTS[rule].linear:
+        presets["server_optimizer"] = "sgd"
     if values.get("secure_aggregation") is True:
         presets |= _WITH_SECURE_AGGREGATION
         if not values.get("client_column"):
@@ -177,14 +181,27 @@ def _asking_for(answers: object) -> str:
     return f"{{}}\n\nAnswer with one of: {', '.join(texts)}."
 
 
-def _implied(values: Mapping[str, Any]) -> Recipe:
-    if values.get("prompt_column") or values.get("messages_column"):
-        return "instruction"
-    if str(values.get("model", "")).startswith(OWN_MODEL):
-        return "dp-lora-paper"
-    foreign = any(key in values and values[key] not in known for key, known in _ONLY_IN_FEDPRIV.items())
-    rule = values.get("aggregation")
-    foreign = foreign or (rule is not None and not (rule in list(RULE_FACTS) and RULE_FACTS[rule].sums_lora))
-    name = values.get("mechanism")
-    foreign = foreign or (name is not None and not (name in list(MECHANISMS) and MECHANISMS[name].noise_adds_up))
-    return "dp-lora-paper" if foreign else "fedpriv"
+def why_recipe(values: Mapping[str, Any]) -> str:
+    """A line that says by which key the values imply another recipe than `fedpriv`; empty if they name one, or none."""
+    values = {key: value for key, value in values.items() if value != BY_RECIPE}
+    recipe, key = _implied(values)
+    if "recipe" in values or not key:
+        return ""
+    given = "a model of your own" if key == "model" else f"{key} = {values[key]}"
+    return f"recipe = {recipe}, which {given} implies: most defaults differ from those of recipe = fedpriv"
+
+
+def _implied(values: Mapping[str, Any]) -> tuple[Recipe, str]:
+    """The recipe of values that name none, and the key that asks for it; none asks for `fedpriv`."""
+    for key in ("prompt_column", "messages_column"):
+        if values.get(key):
+            return "instruction", key
+    rule, name = values.get("aggregation"), values.get("mechanism")
+    foreign = {
+        "model": str(values.get("model", "")).startswith(OWN_MODEL),
+        **{key: key in values and values[key] not in known for key, known in _ONLY_IN_FEDPRIV.items()},
+        "aggregation": rule is not None and not (rule in list(RULE_FACTS) and RULE_FACTS[rule].combines_lora),
+        "mechanism": name is not None and not (name in list(MECHANISMS) and MECHANISMS[name].noise_adds_up),
+    }
+    key = next((key for key, is_foreign in foreign.items() if is_foreign), "")
+    return ("dp-lora-paper" if key else "fedpriv"), key

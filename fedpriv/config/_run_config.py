@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -82,8 +83,8 @@ class RunConfig(
         return replace(
             self,
             noise_multiplier=0.0,
-            start_noise_multiplier=0.0 if self.head_start else None,
-            lora_noise_multiplier=None if self.lora_rounds is None else 0.0,
+            start_noise_multiplier=0.0 if self.head_start and not self.noise_schedule else None,
+            lora_noise_multiplier=None if self.lora_rounds is None or self.noise_schedule else 0.0,
             mechanism="gaussian",
             mechanism_parameters="",
             target_epsilon=None,
@@ -172,7 +173,7 @@ class RunConfig(
         return Phase(
             name="start",
             num_rounds=1,
-            noise_multiplier=self.start_noise_multiplier,
+            noise_multiplier=self.scheduled[0][0] if self.scheduled else self.start_noise_multiplier,
             sampling_probability=1.0,
             learning_rate=1.0,
         )
@@ -181,11 +182,15 @@ class RunConfig(
     def main_phase(self) -> Phase:
         """The rounds with the keys that have no prefix: those of the head, or all after the start."""
         trains_head = self.train == "head" or self.lora_rounds is not None
+        num_rounds = self.rounds - self.head_start - self.lora_phase.num_rounds
+        noise, probability = self._typical(
+            self.head_start, num_rounds, self.noise_multiplier, self.sampling_probability
+        )
         return Phase(
             name="head" if trains_head else "all",
-            num_rounds=self.rounds - self.head_start - self.lora_phase.num_rounds,
-            noise_multiplier=self.noise_multiplier,
-            sampling_probability=self.sampling_probability,
+            num_rounds=num_rounds,
+            noise_multiplier=noise,
+            sampling_probability=probability,
             learning_rate=self.learning_rate,
         )
 
@@ -196,15 +201,31 @@ class RunConfig(
         It has no rounds where all after the start are alike.
         """
         num_rounds = 0 if self.train == "head" or self.lora_rounds is None else self.lora_rounds
-        noise = self.lora_noise_multiplier
+        num_rounds = min(num_rounds, self.rounds - self.head_start)
+        noise = self.noise_multiplier if self.lora_noise_multiplier is None else self.lora_noise_multiplier
+        probability = self.lora_sampling_probability or self.sampling_probability
+        noise, probability = self._typical(self.rounds - num_rounds, num_rounds, noise, probability)
         return Phase(
             name="all",
-            num_rounds=min(num_rounds, self.rounds - self.head_start),
-            noise_multiplier=self.noise_multiplier if noise is None else noise,
-            sampling_probability=self.lora_sampling_probability or self.sampling_probability,
+            num_rounds=num_rounds,
+            noise_multiplier=noise,
+            sampling_probability=probability,
             learning_rate=self.lora_head_learning_rate,
             lora_learning_rate=self.lora_learning_rate,
         )
+
+    def _typical(self, after: int, num_rounds: int, z: float, q: float | None) -> tuple[float, float | None]:
+        """z and q of a phase, which stand for those that a `noise_schedule` gives its rounds.
+
+        With them the rounds leave as much noise per unit of signal, whose squares add up.
+        """
+        own = self.scheduled[after : after + num_rounds]
+        if not own:
+            return z, q
+        drawn = [probability or q or 1.0 for _, probability in own]
+        mean = math.fsum(drawn) / len(own)
+        squares = [(noise / each) ** 2 for (noise, _), each in zip(own, drawn, strict=True)]
+        return mean * math.sqrt(math.fsum(squares) / len(own)), mean if own[0][1] else q
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -315,6 +336,27 @@ class RunConfig(
                 "use gaussian"
             )
 
+    def _check_noise_schedule(self) -> None:
+        """Refuse a noise schedule of another length than the run's, or with keys that would say something else."""
+        if not self.noise_schedule:
+            return
+        num, pairs = len(self.noise_schedule), [each for each in self.noise_schedule if isinstance(each, tuple)]
+        if num != self.rounds:
+            raise ValueError(f"noise_schedule: has {num} values for rounds = {self.rounds}; give one for every round")
+        if len(pairs) not in (0, num) or any(q > 1 for _, q in pairs):
+            raise ValueError("noise_schedule: must be z of every round, or for every round [z, q] with q in (0, 1]")
+        if pairs and self.head_start and pairs[0][1] != 1:
+            raise ValueError(
+                f"noise_schedule: round 1 has q = {pairs[0][1]}; the head's start is of all records, so give it 1"
+            )
+        if self.train == "auto":
+            raise ValueError("noise_schedule: train = auto chooses the rounds, and their noise; use all or head")
+        for key in ("start_noise_multiplier", "lora_noise_multiplier"):
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)}: noise_schedule has the noise of every round; leave it out"
+                )
+
     def _check_finish(self) -> None:
         adaptive = ("adam", "yogi")
         remedies = {
@@ -328,6 +370,11 @@ class RunConfig(
                     f"{key} = {getattr(self, key)}: aggregation = {self.aggregation} rotates B after every round, and "
                     f"the squares of single values, which adam and yogi keep, cannot follow; use {remedy}"
                 )
+        if self.train == "auto" and not self.rule.linear:
+            raise ValueError(
+                f"train = auto: may choose adam at the server, and aggregation = {self.aggregation} is no weighted sum "
+                "of the uploads; use all or head"
+            )
 
     def _check_secure_aggregation(self) -> None:
         """Refuse keys that do not fit a sum of integers of which nobody sees a single one."""

@@ -166,6 +166,12 @@ def _rule_by_any_name(value: object) -> object:
 Layers = Annotated[str, BeforeValidator(_text_of_number, json_schema_input_type=_LayersInput), Field(pattern=_LAYERS)]
 Names = Annotated[tuple[str, ...], BeforeValidator(split, json_schema_input_type=tuple[str, ...] | str)]
 Sizes = Annotated[tuple[_Size, ...], BeforeValidator(split, json_schema_input_type=tuple[_Size, ...] | _List)]
+# z of a round, or z and q.
+_Round = Positive | Annotated[tuple[Positive, ...], Field(min_length=2, max_length=2)]
+Schedule = Annotated[
+    tuple[_Round, ...],
+    BeforeValidator(split, json_schema_input_type=tuple[_Round, ...] | str),
+]
 Budgets = Annotated[
     tuple[Positive, ...],
     BeforeValidator(split),

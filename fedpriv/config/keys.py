@@ -147,6 +147,7 @@ class RunKeys(_CommonKeys, total=False):
     model: str | Path | Callable[[], Any]
     data: str | Path | Sequence[Any] | Mapping[str, Any]
     test_data: str | Path | Any
+    noise_schedule: Sequence[float | Sequence[float]] | Callable[[int], Any]
 
 
 class SweepKeys(_CommonKeys, total=False):
@@ -156,3 +157,4 @@ class SweepKeys(_CommonKeys, total=False):
     model: str | Path
     data: str | Path
     test_data: str | Path
+    noise_schedule: Sequence[float | Sequence[float]]

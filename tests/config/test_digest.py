@@ -68,6 +68,7 @@ OTHER |= {
     "unit": "person",
     "factors": "weights",
     "trained_rank": 2,
+    "noise_schedule": (1.0,) * 10,
 }
 FOR_SGD_ALONE = (
     "train",

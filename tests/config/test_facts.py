@@ -12,14 +12,14 @@ from fedpriv.runs.plan.budget import Setting, lora_choice
 # Neither data nor model depend on these, so runs that differ in them alone share both.
 SHARED = """
     recipe rounds evaluate_every head_start lora_rounds trained_rank lora_share clients_per_round min_clients
-    round_seconds
-    client_weights server_optimizer server_learning_rate server_rate_decay server_momentum lora_server_optimizer
-    lora_server_learning_rate relevance_threshold max_update_norm local_steps lora_sampling_probability learning_rate
-    lora_learning_rate lora_head_learning_rate clip_norm noise_multiplier start_noise_multiplier lora_noise_multiplier
-    target_epsilon target_risk mechanism mechanism_parameters privacy_view budget_epsilon secure_aggregation
-    secure_masks colluding_clients delta comparison generated_answers max_new_tokens variant_rounds variant_clients
-    dedup dedup_block_size dedup_records dedup_epsilon_bound dedup_utility_bound integral_epsilon
-    out ledger node_keys resume table_checks track
+    round_seconds client_weights server_optimizer server_learning_rate server_rate_decay server_momentum
+    lora_server_optimizer lora_server_learning_rate relevance_threshold max_update_norm local_steps
+    lora_sampling_probability learning_rate lora_learning_rate lora_head_learning_rate clip_norm
+    noise_multiplier noise_schedule start_noise_multiplier lora_noise_multiplier target_epsilon target_risk
+    mechanism mechanism_parameters privacy_view budget_epsilon secure_aggregation secure_masks colluding_clients
+    delta comparison generated_answers max_new_tokens variant_rounds variant_clients dedup dedup_block_size
+    dedup_records dedup_epsilon_bound dedup_utility_bound integral_epsilon out ledger node_keys resume
+    table_checks track
 """
 
 
@@ -30,7 +30,7 @@ SHARED = """
         (Fact.OUTSIDE, "table_checks node_keys track ledger out resume"),
         (Fact.HIDDEN, "table_checks node_keys ray_address track ledger out resume"),
         (Fact.PATH, "model data test_data mechanism_parameters"),
-        (Fact.PRIVACY, "noise_multiplier target_epsilon target_risk budget_epsilon"),
+        (Fact.PRIVACY, "noise_multiplier noise_schedule target_epsilon target_risk budget_epsilon"),
         (Fact.BY_SWEEP, "ledger out"),
         (
             Fact.RELEASE,

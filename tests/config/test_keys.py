@@ -22,6 +22,7 @@ GIVEN: dict[str, Any] = {
     "model": Callable[[], Any],
     "data": Sequence[Any] | Mapping[str, Any],
     "test_data": Any,
+    "noise_schedule": Callable[[int], Any],
 }
 
 

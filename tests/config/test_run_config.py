@@ -63,6 +63,7 @@ BAD = {
     "clipping": "ghost",
     "clip_norm": 0.0,
     "noise_multiplier": float("nan"),
+    "noise_schedule": [1.0, 0.0],
     "delta": 1.0,
     "target_epsilon": -2.0,
     "privacy_view": "global",

@@ -44,6 +44,7 @@ SMALL = {
     "serving_hostile": ["--seconds", "1"],
     "serving_language": ["--requests", "2", "--variants", "2", "--tokens", "2", "--repeats", "1"],
     "serving_soak": ["--minutes", "0.05", "--variants", "6"],
+    "small_cnn": ["--seeds", "1", "--steps", "2"],
     "stacked_clients": ["--clients", "2", "--repeats", "1"],
 }
 # What these do every day: whole where that takes seconds, or one of their arms.

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.adapters._locations import check_model as check_model
     from fedpriv.learning.adapters._locations import check_weights as check_weights
     from fedpriv.learning.adapters._locations import hub_problem as hub_problem
+    from fedpriv.learning.adapters._locations import locate as locate
     from fedpriv.learning.adapters._locations import model_digest as model_digest
     from fedpriv.learning.adapters._locations import model_state as model_state
     from fedpriv.learning.adapters._locations import public_name as public_name

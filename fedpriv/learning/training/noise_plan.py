@@ -74,13 +74,14 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
             f"{cost:.4g} of {named}; use more noise for it"
         )
     try:
-        if config.head_start and config.start_noise_multiplier is None:
+        if config.head_start and config.start_noise_multiplier is None and not config.noise_schedule:
             # Full batches of several holders cost what one with so much less noise would.
             start = math.sqrt(holders) * start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
             config = replace(config, start_noise_multiplier=start)
         name = "noise_multiplier"
         main, lora = config.main_phase, config.lora_phase
-        if main.num_rounds and lora.num_rounds and config.lora_noise_multiplier is None:
+        of_phases = config.lora_noise_multiplier is None and not config.noise_schedule
+        if main.num_rounds and lora.num_rounds and of_phases:
             # One phase has its share, and the other one what is left, which costs exactly the rest. Shares of full
             # batches add up exactly, so these have theirs if there are any.
             of_head = config.sampling_probability == 1
@@ -138,7 +139,8 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
         return 1 / math.sqrt(_num_selected(config, sizes))
     clients = dict(enumerate(sizes))
     # No noise changes the clients' shares of a sum.
-    rounds = RunSchedule.of(_with_any_rates(replace(config, start_noise_multiplier=1.0)))
+    start = None if config.noise_schedule else 1.0
+    rounds = RunSchedule.of(_with_any_rates(replace(config, start_noise_multiplier=start)))
     threshold, colluding = config.min_clients, config.colluding_clients
     weights = [record_weights(config, spec, clients) for spec in rounds.totals]
     return min(
@@ -177,8 +179,8 @@ def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adap
     num_steps = max(1, config.main_phase.num_rounds)
     return learning_rate(
         federation_of(config, sizes),
-        noise_stddev=config.noise_multiplier * config.clip_norm,
-        sampling_probability=_probability(config, sizes),
+        noise_stddev=config.main_phase.known_noise * config.clip_norm,
+        sampling_probability=config.main_phase.sampling_probability or _probability(config, sizes),
         num_steps=num_steps,
         num_after=config.rounds - config.head_start - num_steps,
         momentum=momentum_of(config),
@@ -194,7 +196,8 @@ def start_noise(config: RunConfig, sizes: Sequence[int]) -> float:
         sizes: N_k of the clients whose releases are summed.
     """
     total = federation_of(config, sizes)
-    return (config.start_noise_multiplier or 0.0) * total.weighted_noise / total.weighted_records
+    start = config.start_phase
+    return ((start and start.noise_multiplier) or 0.0) * total.weighted_noise / total.weighted_records
 
 
 def _num_lora_values(config: FederationSection, initial: Adapter) -> int:
@@ -248,7 +251,7 @@ def _num_selected(config: FederationSection, sizes: Sequence[int]) -> int:
 
 def _with_start_beside(config: RunConfig) -> RunConfig:
     """The configuration with noise for the start of the head, given the noise of the steps."""
-    if not config.head_start or config.start_noise_multiplier is not None:
+    if not config.head_start or config.start_noise_multiplier is not None or config.noise_schedule:
         return config
     noise = start_noise_for_steps(config.noise_multiplier, max(1, config.main_phase.num_rounds))
     return replace(config, start_noise_multiplier=noise)

@@ -1,4 +1,4 @@
-"""Private steps of a model of one's own: any module whose trained leaves are linear layers or embeddings, any loss.
+"""Private steps of a model of one's own: linear layers, convolutions, embeddings, layer and group norms, any loss.
 
 The clipped gradient of a record bounds its influence only if no other record changes it. So in a private step each
 record has a pass of its own. A model is tried when it is built, on records that are public: one that keeps a state from
@@ -22,7 +22,7 @@ from fedpriv.learning.adapters import Adapter
 from fedpriv.learning.data.tensors import Batch, form_of, num_records, rows_of
 from fedpriv.learning.training._coordinates import VectorLayout
 from fedpriv.learning.training.independence import LOSSES, Change, culprit, dependence, isolated
-from fedpriv.learning.training.per_sample import per_sample_gradients, trainable_layers
+from fedpriv.learning.training.per_sample import FUNCTIONS, per_sample_gradients, trainable_layers
 from fedpriv.learning.training.private_sums import PoissonSampler, noised_sum
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource
@@ -56,8 +56,8 @@ class OwnModel:
     with what no public record holds goes unseen.
 
     Args:
-        module: on its device, with what is not trained frozen; trained are Linear and Embedding layers, each called at
-            most once in a pass.
+        module: on its device, with what is not trained frozen; trained are Linear, Embedding, Conv1d to Conv3d,
+            GroupNorm and LayerNorm layers, each called at most once in a pass.
         losses: takes a batch, lets the module compute it, and returns one loss for each record, [records].
         public: public or made-up records, at least four and not all equal, in the form of the private ones: tensors
             with one row per record, or a tuple, list or dictionary of them. They try the module.
@@ -91,13 +91,13 @@ class OwnModel:
             raise InputError(f"rows = {rows}: must be at least 1")
         self._module, self._losses, self.evaluate = module, losses, evaluate
         try:
-            self.layers = trainable_layers(module, (nn.Linear, nn.Embedding))
+            self.layers = trainable_layers(module, FUNCTIONS)
         except ValueError as error:
             raise InputError(f"module: {error}") from None
         trained = {name for layer in self.layers.values() for name in layer.parameters}
         self.parameters = {name: p for name, p in module.named_parameters() if name in trained}
         if not self.parameters:
-            raise InputError("module: trains no parameter; a Linear or Embedding layer must require gradients")
+            raise InputError("module: trains no parameter; a layer, such as a Linear one, must require gradients")
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.layout = VectorLayout.of(shapes, [list(shapes)])
         if num_records(public) < _FEWEST or not _differ(public):
@@ -239,13 +239,17 @@ class OwnModel:
     def _refuse_missed_gradients(self, batch: Batch, found: Tensor) -> None:
         """Refuse a trained parameter that the module also uses outside of the layer's own pass, as tied weights are.
 
-        The sum of the batch's gradients, [values], was found layer by layer.
+        The sum of the batch's gradients, [values], was found layer by layer. A layer behind it that works in place
+        hides what it returned.
         """
         with torch.enable_grad():
             total = self.losses_of(batch).sum()
             expected = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
         for (name, own), whole in zip(self.layout.unflatten_one(found).items(), expected, strict=True):
             if not _close(own.reshape(1, -1), (torch.zeros_like(own) if whole is None else whole).reshape(1, -1)):
+                inplace = [n for n, layer in self._module.named_modules() if getattr(layer, "inplace", False)]
+                if inplace:
+                    raise InputError(f"{inplace[0]}: overwrites what {name} gave, so use inplace=False")
                 raise InputError(
                     f"{name}: is used outside of its layer, as tied weights are, so gradients per record would miss a "
                     "part; freeze it or untie it"

@@ -2,8 +2,9 @@
 
 Every trainable leaf `nn.Linear` is hooked: its input x and the gradient g of its output give the gradient of record n
 as the sum over tokens of g x^T. For an `nn.Embedding` x is the token's row of the identity, so g is added to the row
-that the token names. Autograd computes gradients of outputs only, so the frozen base costs as much as in plain LoRA
-training, and no weight gradient of the whole batch is ever formed.
+that the token names. Other layers, those of `FUNCTIONS`, are pulled back once more, each record by itself. Autograd
+computes gradients of outputs only, so the frozen base costs as much as in plain LoRA training, and no weight gradient
+of the whole batch is ever formed.
 
 Layers may be computed again in the backward pass, so that a pass keeps the input of each layer alone. Unlike
 transformers' gradient checkpointing this needs no train mode, and gradients within a layer can be collected while that
@@ -36,6 +37,34 @@ PerSample = dict[str, Tensor]
 
 _Activations = dict[str, tuple[Tensor, Tensor]]
 """{module name: (input, output)} of one forward pass, or of one layer that is run again."""
+
+# (layer, input [rows, ...], weight, bias or None) -> output.
+_Function = Callable[[Any, Tensor, Any, Any], Tensor]
+
+
+def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]  # it knows every mode of padding
+
+
+FUNCTIONS: Mapping[type[nn.Module], _Function] = {
+    nn.Linear: lambda layer, x, weight, bias: F.linear(x, weight, bias),
+    nn.Embedding: lambda layer, x, weight, bias: F.embedding(x, weight, layer.padding_idx),
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
+    nn.Conv3d: _convolution,
+    nn.GroupNorm: lambda layer, x, weight, bias: F.group_norm(x, layer.num_groups, weight, bias, layer.eps),
+    nn.LayerNorm: lambda layer, x, weight, bias: F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps),
+}
+"""{kind of layer: its forward pass, as a function of its parameters}, of all that have per-sample gradients."""
+
+# What computes as much as a kind that has none, or whose statistics are others' too.
+_INSTEAD: Mapping[type[nn.Module], str] = {
+    nn.modules.batchnorm._BatchNorm: "use GroupNorm in its place",
+    nn.modules.instancenorm._InstanceNorm: "use GroupNorm with a group for each channel in its place",
+    nn.modules.conv._ConvTransposeNd: "use Upsample and a convolution in its place",
+    nn.MultiheadAttention: "use Linear layers and scaled_dot_product_attention in its place",
+    nn.RNNBase: "use Conv1d or Linear layers over the sequence in its place",
+}
 
 
 class _Recomputed(torch.autograd.Function):
@@ -115,7 +144,7 @@ class TrainableLayer:
         bias: name of the bias; None if there is none or it is frozen.
     """
 
-    module: nn.Linear | nn.Embedding
+    module: Any
     weight: str | None
     bias: str | None
 
@@ -128,18 +157,16 @@ class TrainableLayer:
     @property
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Both, trained or frozen; None if there is no bias."""
-        return self.module.weight, self.module.bias if isinstance(self.module, nn.Linear) else None
+        return self.module.weight, getattr(self.module, "bias", None)
 
 
-def trainable_layers(
-    model: nn.Module, kinds: Sequence[type[nn.Linear | nn.Embedding]] = (nn.Linear,)
-) -> dict[str, TrainableLayer]:
+def trainable_layers(model: nn.Module, kinds: Collection[type[nn.Module]] = (nn.Linear,)) -> dict[str, TrainableLayer]:
     """The trainable layers of a model, by module name.
 
     Args:
         model: a peft model, or any module whose trainable leaves are of the kinds.
-        kinds: of layers that may be trained. An embedding may be tied to layers that a model does not show, so one who
-            admits it must compare the gradients with those of autograd.
+        kinds: of layers that may be trained, of `FUNCTIONS`. An embedding may be tied to layers that a model does not
+            show, so one who admits it must compare the gradients with those of autograd.
 
     Raises:
         ValueError: a trainable parameter does not support per-sample gradients (names it), is an untied output
@@ -161,10 +188,12 @@ def trainable_layers(
             continue
         name, module = owners[id(parameter)]
         if type(module) not in kinds:
+            *others, last = (kind.__name__ for kind in kinds)
+            known = f"{', '.join(others)} and {last}" if others else last
+            fitting = (text for kind, text in _INSTEAD.items() if len(kinds) > 1 and isinstance(module, kind))
             raise ValueError(
                 f"{names[id(parameter)]}: a trainable parameter of a {type(module).__name__}, which has no per-sample "
-                f"gradient here; freeze it, and train {' and '.join(kind.__name__ for kind in kinds)} layers, such as "
-                "LoRA and a linear head"
+                f"gradient here; freeze it, or {next(fitting, f'train {known} layers alone')}"
             )
         if isinstance(module, nn.Embedding):
             _refuse_coupling_options(name, module)
@@ -274,7 +303,15 @@ def _stacked(name: str, layer: TrainableLayer, x: Tensor, stack: Stack) -> Tenso
     bias = bias if layer.bias is None else stack.parameters[layer.bias]
     if isinstance(layer.module, nn.Embedding):
         return weight[(stack.owners if len(weight) > 1 else 0 * stack.owners).view(-1, *[1] * (x.dim() - 1)), x]
-    return _linear(x.to(weight.dtype), weight, bias, stack.owners)
+    if isinstance(layer.module, nn.Linear):
+        return _linear(x.to(weight.dtype), weight, bias, stack.owners)
+    rows, outputs = [], []
+    for owner in stack.owners.unique().tolist():
+        rows.append((stack.owners == owner).nonzero().squeeze(1))
+        # A frozen one is everybody's.
+        own = (None if each is None else each[min(owner, len(each) - 1)] for each in (weight, bias))
+        outputs.append(FUNCTIONS[type(layer.module)](layer.module, x[rows[-1]].to(weight.dtype), *own))
+    return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, owners: Tensor) -> Tensor:
@@ -395,6 +432,8 @@ def _only(layers: Mapping[str, TrainableLayer], trained: Collection[str]) -> dic
 
 def _layer_gradients(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:
     """Per-sample gradients of one layer from its input [batch, ..., in], or tokens, and that of its output, g."""
+    if type(layer.module) not in (nn.Linear, nn.Embedding):
+        return _pulled_back(layer, x.to(g.dtype), g)
     g = g.reshape(len(g), -1, g.shape[-1])
     if isinstance(layer.module, nn.Embedding):
         return {name: _row_gradients(layer.module, x.reshape(len(x), -1), g) for name in layer.parameters}
@@ -405,6 +444,22 @@ def _layer_gradients(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:
     if layer.bias is not None:
         result[layer.bias] = g.sum(dim=1)
     return result
+
+
+def _pulled_back(layer: TrainableLayer, x: Tensor, g: Tensor) -> PerSample:
+    """The gradients of the layer's own function by its parameters, of each record's input and output by themselves."""
+    named = list(zip((layer.weight, layer.bias), layer.weight_and_bias, strict=True))
+
+    def of_record(x: Tensor, g: Tensor) -> PerSample:
+        def output(trained: PerSample) -> Tensor:
+            weight, bias = (trained.get(name or "", parameter) for name, parameter in named)
+            return FUNCTIONS[type(layer.module)](layer.module, x.unsqueeze(0), weight, bias)
+
+        trained = {name: parameter.detach() for name, parameter in layer.parameters.items()}
+        found: PerSample = torch.func.vjp(output, trained)[1](g.unsqueeze(0))[0]
+        return found
+
+    return torch.func.vmap(of_record)(x, g)
 
 
 def _row_gradients(module: nn.Embedding, tokens: Tensor, g: Tensor) -> Tensor:

@@ -39,9 +39,14 @@ class PhaseRounds:
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """The phases of a run, in order."""
+    """The phases of a run, in order.
+
+    Attributes:
+        scheduled: z of every round, and q where that is given, in place of its phase's; empty without a schedule.
+    """
 
     phases: tuple[PhaseRounds, ...]
+    scheduled: tuple[tuple[float, float | None], ...] = ()
 
     @staticmethod
     def of(config: RunConfig) -> RunSchedule:
@@ -57,33 +62,39 @@ class RunSchedule:
                 specs = [(_start(phase, everything), phase.num_rounds)]
             elif phase.name == "head":
                 # The start of the head is what makes the features' mean known.
-                spec = replace(everything, trains="head", centred=config.head_start)
-                specs = [(spec, phase.num_rounds)]
+                spec = replace(everything, trains="head", centred=config.head_start, noise_multiplier=phase.known_noise)
+                specs = [(replace(spec, sampling_probability=phase.sampling_probability or 0.0), phase.num_rounds)]
             else:
                 specs = _in_turn(_joint(phase, everything), config.rule.turns, phase.num_rounds)
             phases += [PhaseRounds(name=phase.name, spec=spec, num_rounds=count) for spec, count in specs]
-        return RunSchedule(tuple(phases))
+        return RunSchedule(tuple(phases), config.scheduled)
 
     def phase(self, round_: int) -> PhaseRounds:
-        """The phase of a round, from 1; that of the last one for rounds beyond the run."""
+        """The phase of a round, from 1, with the round's own noise; that of the last one for rounds beyond the run."""
         last = 0
         for phase in self.phases:
             last += phase.num_rounds
             if round_ <= last:
-                return phase
-        return self.phases[-1]
+                break
+        if not self.scheduled:
+            return phase
+        z, q = self.scheduled[min(round_, len(self.scheduled)) - 1]
+        spec = replace(phase.spec, noise_multiplier=z, sampling_probability=q or phase.spec.sampling_probability)
+        return replace(phase, spec=spec)
 
     def spec(self, round_: int) -> UpdateSpec:
         """The update that a client is asked for in a round, from 1."""
         return self.phase(round_).spec
 
     def following(self, after: int, num_rounds: int) -> list[tuple[PhaseRounds, int]]:
-        """The phases of the next rounds, and how many rounds each of them takes.
+        """The phases of the next rounds, and how many rounds each of them takes; one by one where there is a schedule.
 
         Args:
             after: the last finished round, >= 0.
             num_rounds: >= 0, at most those that are left.
         """
+        if self.scheduled:
+            return [(self.phase(round_), 1) for round_ in range(after + 1, after + num_rounds + 1)]
         spans, first = [], 0
         for phase in self.phases:
             last = first + phase.num_rounds

@@ -174,10 +174,11 @@ def noise_multiplier_of_share(
 
 @lru_cache(maxsize=64)
 def _gaussian_multiplier(epsilon: float, delta: float, fixed: tuple[Event, ...]) -> float:
-    """z of the single Gaussian release that is left within (epsilon, delta)."""
+    """z of the single Gaussian release, of the fixed ones' unit, that is left within (epsilon, delta)."""
+    unit = fixed[0].unit if fixed else "record"
 
     def alone(z: float) -> list[Event]:
-        return [SubsampledGaussian(noise_multiplier=z, sampling_probability=1.0, count=1)]
+        return [SubsampledGaussian(noise_multiplier=z, sampling_probability=1.0, count=1, unit=unit)]
 
     return calibrate(alone, epsilon, delta, fixed=fixed)
 

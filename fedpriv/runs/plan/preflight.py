@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from fedpriv.config import ON_NODES, RunConfig, with_mechanism_parameters
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import check_model
+from fedpriv.learning.adapters import check_model, locate
 from fedpriv.learning.data import federated
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
 from fedpriv.runs.show import check_installed
 from fedpriv.texts import printable
+
+# As many as delta's default no longer depends on.
+_SOME_RECORDS = 10_000
+
+# Bytes of weights that are not loaded for a check.
+_LARGE = 2 * 2**30
 
 
 def check(config: RunConfig) -> None:
@@ -31,18 +38,51 @@ def check(config: RunConfig) -> None:
         look()
 
 
-def problems(configs: Iterable[RunConfig]) -> list[str]:
+def problems(configs: Iterable[RunConfig], *, begins: bool = False) -> list[str]:
     """One line for each thing that cannot be used, such as a model; each is looked at once, the cheapest first.
 
-    A model's files are not read, and neither are records that are on nodes.
+    Records that are on nodes are not read.
+
+    Args:
+        begins: whether to load each model that is on this machine and not large, and to calibrate each run's noise,
+            where nothing else is wrong, once whatever the seed; else no model's file is read.
     """
+    configs = list(configs)
+    found = _refusals(_looks(configs))
+    if begins and not found:
+        distinct = dict.fromkeys(replace(config, seed=0) for config in configs if not config.is_own_model)
+        found = _refusals([partial(_begin, config) for config in distinct])
+    return found
+
+
+def _refusals(looks: Iterable[Callable[[], object]]) -> list[str]:
     found = []
-    for look in _looks(configs):
+    for look in looks:
         try:
             look()
         except InputError as error:
             found.append(str(error))
     return list(dict.fromkeys(found))
+
+
+def _begin(config: RunConfig) -> None:
+    """Refuse what the model cannot take, and a target that no noise meets."""
+    place = locate(config.model)
+    if place is None:
+        return
+    if sum(file.stat().st_size for file in ([place] if place.is_file() else place.glob("*.safetensors"))) > _LARGE:
+        return
+    from fedpriv.learning.training.noise_plan import calibrated, decided  # deferred: these import torch
+    from fedpriv.learning.training.workbench import workbench
+
+    config = with_mechanism_parameters(config)
+    bench = workbench(config)
+    if config.data != ON_NODES:
+        sizes = [records.num_units for records in bench.data.clients]
+    else:  # with a given q no number of records changes what noise costs
+        sizes = [_SOME_RECORDS] * config.num_clients if config.sampling_probability else []
+    if sizes and (config.target_epsilon or config.target_risk):
+        calibrated(decided(config, sizes, bench.initial)[0], sizes, bench.initial)
 
 
 def _looks(configs: Iterable[RunConfig]) -> list[Callable[[], object]]:

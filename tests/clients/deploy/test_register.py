@@ -200,8 +200,10 @@ def test_statements_say_what_enforces_a_budget_and_that_spending_is_an_odometer(
     assert "is an odometer" in shown
 
 
-@pytest.mark.parametrize("unit", ["record", "person"])
-def test_a_file_of_fedpriv_plan_is_what_a_node_commits(make_node, own, table, tmp_path, unit):
+@pytest.mark.parametrize(
+    ("unit", "schedule"), [("record", ""), ("person", ""), ("record", "[[5,1],[3,1],[2,1],[1,1]]")]
+)
+def test_a_file_of_fedpriv_plan_is_what_a_node_commits(make_node, own, table, tmp_path, unit, schedule):
     of_persons = []
     if unit == "person":
         own = own | {"data": with_persons(table, tmp_path / "persons.csv", 2), "person_column": "patient"}
@@ -212,9 +214,14 @@ def test_a_file_of_fedpriv_plan_is_what_a_node_commits(make_node, own, table, tm
     out = tmp_path / "plan.json"
     asked = ["plan", "--records", "500", "--records", str(num_records), "--epsilon", "3.9", "--rounds", "4"]
     asked += ["--train", "head", "--records-per-second", "60", "--out", str(out), "--json"]
+    asked += ["--noise-schedule", schedule] if schedule else []
     done = CliRunner().invoke(fedpriv, asked + of_persons, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert 3.9 < json.loads(done.output)["filtered_epsilon"] < 1.2 * 3.9
+    values = json.loads(done.output)
+    assert 3.9 < values["filtered_epsilon"] < 1.2 * 3.9
+    if schedule:
+        scales = [z / shape for (z, _), shape in zip(values["noise_schedule"], (5, 3, 2, 1), strict=True)]
+        assert scales == pytest.approx([scales[0]] * 4)
     assert "a plan committed for epsilon 3.9000" in register(node, "--plan", out)
     other = out.read_text().replace(f'"unit": "{unit}"', f'"unit": "{UNITS[unit]}"')
     out.write_text(other)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpriv.config import parse
+from fedpriv.config import parse, why_recipe
 from fedpriv.errors import InputError
 from fedpriv.learning.aggregation import RULES, Rule, weighted_average
 from server.observer import LogObserver
+from simulations.api import federate
 from simulations.engines import federation
 from tests.house import ROOT
 
@@ -61,7 +62,40 @@ def test_what_a_rule_does_not_state_is_refused_as_for_any_other(own):
     for key, value in refused.items():
         with pytest.raises(InputError, match="aggregation = median"):
             parse({"aggregation": "median", "recipe": "dp-lora-paper", key: value})
-    assert parse({"aggregation": "median"}).recipe == "dp-lora-paper"
+    with pytest.raises(InputError, match=r"train = auto: may choose adam .* = median is no weighted sum"):
+        parse({"aggregation": "median", "train": "auto"})
+
+
+def test_a_rule_of_ones_own_keeps_the_default_recipe_with_the_servers_step_that_fits_it(own):
+    default, config = parse({}), parse({"aggregation": "median"})
+    assert dataclasses.replace(config, aggregation="dp-lora", server_optimizer="momentum") == default
+    assert config.server_optimizer == "sgd"
+    assert not why_recipe({"aggregation": "median"})
+
+
+@pytest.mark.parametrize(
+    ("values", "given"),
+    [
+        ({"rounds": 5, "batch_size": 64}, "batch_size = 64"),
+        ({"local_steps": 3}, "local_steps = 3"),
+        ({"aggregation": "flora"}, "aggregation = flora"),
+        ({"mechanism": "lmo"}, "mechanism = lmo"),
+        ({"model": "own:", "data": "in-memory"}, "a model of your own"),
+        ({"prompt_column": "question"}, "prompt_column = question"),
+        ({"batch_size": "by recipe"}, None),
+        ({"batch_size": 64, "recipe": "dp-lora-paper"}, None),
+        ({"rounds": 5, "local_steps": 1}, None),
+    ],
+)
+def test_what_implies_another_recipe_is_said(values, given):
+    assert (f"which {given} implies: " in why_recipe(values)) if given else not why_recipe(values)
+
+
+def test_it_is_the_first_line_of_a_run(small_run, tmp_path, capsys):
+    with pytest.raises(InputError, match="no such file"):
+        federate(None, small_run | {"data": str(tmp_path / "nowhere.csv")}, out=tmp_path / "run")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("recipe = dp-lora-paper, which local_steps = 2 implies: most defaults differ")
 
 
 def test_a_linear_rule_of_ones_own_has_what_linear_rules_have(monkeypatch):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from fedpriv.errors import InputError
 from fedpriv.learning.data.tensors import num_records
 from fedpriv.learning.training import OwnModel, PoissonSampler, per_sample_gradients, private_step, trainable_layers
+from fedpriv.learning.training.per_sample import Stack
 from fedpriv.privacy.mechanisms import SeededSource
 
 WIDTH, CLASSES = 6, 3
@@ -34,6 +35,11 @@ def network(*between: nn.Module) -> nn.Sequential:
 
 def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
+
+
+def bias_alone(module: nn.Module) -> nn.Module:
+    module.weight.requires_grad_(False)
+    return module
 
 
 def sampler(num: int, probability: float, seed: int = 0) -> PoissonSampler:
@@ -67,8 +73,34 @@ def looped(module: nn.Module, losses, batch) -> dict[str, torch.Tensor]:
     return {name: torch.stack([each[name] for each in found]) for name in trained}
 
 
+def images(num: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, 2, 7, 6, generator=generator), torch.randint(CLASSES, (num,), generator=generator)
+
+
+def filtered(*layers: nn.Module, ndim: int = 2) -> nn.Sequential:
+    """Layers over images, or over their rows or as one slice, and a head."""
+    form = {1: (14, 6), 2: (2, 7, 6), 3: (2, 1, 7, 6)}[ndim]
+    return nn.Sequential(nn.Flatten(), nn.Unflatten(1, form), *layers, nn.Tanh(), nn.Flatten(), nn.LazyLinear(CLASSES))
+
+
+CONVOLUTIONS = {
+    "plain": lambda: nn.Conv2d(2, 4, 3),
+    "strides, padding and dilation": lambda: nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2)),
+    "groups without bias": lambda: nn.Conv2d(2, 6, 3, groups=2, bias=False),
+    "depthwise, padded to the same size": lambda: nn.Conv2d(2, 2, 3, groups=2, padding="same"),
+    "reflected": lambda: nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"),
+    "around": lambda: nn.Conv2d(2, 4, 3, padding=2, padding_mode="circular"),
+}
+
 CASES = {
     "linear": (network, rows),
+    **{name: (lambda layer=layer: filtered(layer()), images) for name, layer in CONVOLUTIONS.items()},
+    "over rows": (lambda: filtered(nn.Conv1d(14, 5, 3, stride=2, padding=1, groups=1), ndim=1), images),
+    "in space": (lambda: filtered(nn.Conv3d(2, 3, (1, 3, 2), dilation=(1, 2, 1)), ndim=3), images),
+    "group norm": (lambda: filtered(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 2)), images),
+    "layer norm": (lambda: filtered(nn.Linear(6, 5), nn.LayerNorm((7, 5)), nn.LayerNorm(5, bias=False)), images),
+    "a bias alone": (lambda: filtered(bias_alone(nn.Conv2d(2, 4, 3)), bias_alone(nn.GroupNorm(2, 4))), images),
     "no bias": (lambda: nn.Sequential(nn.Linear(WIDTH, CLASSES, bias=False)), rows),
     "embedding": (Tokens, sentences),
     "frozen batch norm": (lambda: network(frozen(nn.BatchNorm1d(8)).eval()), rows),
@@ -84,11 +116,22 @@ def test_gradients_of_a_step_are_those_of_a_loop_over_records(case):
     build, make = CASES[case]
     module, records = seeded(build), make(23, seed=1)
     losses = cross_entropy(module)
+    losses(make(6))  # once, for layers that learn their size
     model = OwnModel(module, losses, make(6), rows=8)
     found = torch.cat(list(model.gradient_rows(records, range(23))))
     expected = model.layout.flatten(looped(module, losses, records))
     assert expected.abs().amax(dim=1).gt(0).all(), "the oracle sees no gradient"
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    together, _ = per_sample_gradients(model.layers, lambda: losses(records))
+    torch.testing.assert_close(model.layout.flatten(together), expected, atol=1e-6, rtol=1e-5)
+    clients = {name: torch.stack([p.detach(), 2 * p.detach(), -p.detach()]) for name, p in model.parameters.items()}
+    owners = torch.arange(23) % 3
+    stacked, _ = per_sample_gradients(model.layers, lambda: losses(records), Stack(parameters=clients, owners=owners))
+    for client in range(3):
+        for name, parameter in model.parameters.items():
+            parameter.data.copy_(clients[name][client])
+        alone = model.layout.flatten(looped(module, losses, records))[owners == client]
+        torch.testing.assert_close(model.layout.flatten(stacked)[owners == client], alone, atol=2e-6, rtol=2e-5)
 
 
 def batch_norm_moves() -> float:
@@ -242,14 +285,27 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 2, 3)), "1.weight: .* Conv1d.* freeze it"),
-        (lambda: network(nn.LayerNorm(8)), "1.weight: .* LayerNorm"),
+        (lambda: network(nn.BatchNorm1d(8)), "1.weight: .* BatchNorm1d, .* freeze it, or use GroupNorm in its place"),
+        (lambda: network(nn.PReLU(8)), "1.weight: .* PReLU, .* or train Linear, Embedding, .* and LayerNorm layers"),
+        (lambda: network(*[nn.Linear(8, 8)] * 2), "1: called twice in one forward pass"),
+        (lambda: network(*[nn.LayerNorm(8)] * 2), "1: called twice in one forward pass"),
+        (lambda: network(nn.ReLU(inplace=True)), "1: overwrites what 0.weight gave, so use inplace=False"),
         (lambda: frozen(network()), "trains no parameter"),
         (lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)), "0: max_norm = 1.0"),
         (lambda: nn.Sequential(nn.Embedding(3, 4, scale_grad_by_freq=True)), "0: scale_grad_by_freq = True"),
         (lambda: nn.Sequential(nn.Linear(WIDTH + 1, CLASSES)), r"a pass of the public records fails \(.*shapes"),
     ],
-    ids=["convolution", "layer norm", "nothing", "max_norm", "scale_grad_by_freq", "a pass that fails"],
+    ids=[
+        "batch norm",
+        "others",
+        "a shared layer",
+        "a shared norm",
+        "in place",
+        "nothing",
+        "max_norm",
+        "scale_grad_by_freq",
+        "a pass that fails",
+    ],
 )
 def test_a_module_that_cannot_be_trained_exactly_is_refused_by_name(build, message):
     with pytest.raises(InputError, match=message):

@@ -2,6 +2,8 @@
 
 import http.server
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,15 +12,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedpriv.config import ON_NODES, parse
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters._locations import hub_problem as problem_here
 from fedpriv.learning.data import federated
+from fedpriv.learning.training.noise_plan import calibrated, planned_releases, with_learning_rates
+from fedpriv.learning.training.private_evaluation import EvaluationSpec, planned_event
+from fedpriv.privacy.accounting import epsilon_of
 from fedpriv.runs.plan import preflight
 from server import app
 from server.observer import LogObserver
+from tests.tiny import with_persons
 
+ADAPTER = {
+    "layer.lora_A.weight": torch.empty(2, 3),
+    "layer.lora_B.weight": torch.empty(3, 2),
+    "head.bias": torch.ones(2),
+}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -95,6 +107,49 @@ def test_a_sweep_s_data_are_looked_at_once_and_all_problems_told(values, monkeyp
     assert len(loaded) == 3
     bad = [parse(values | {"model": f"./{name}"}) for name in "ab"]
     assert [line[:13] for line in preflight.problems(bad)] == ["model = './a'", "model = './b'"]
+
+
+WITHOUT_TOKENIZER = {"model": "mute"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"train": "auto", "target_risk": "mu=1", "target_epsilon": ""}, None),
+        ({"target_modules": ["nope"]}, "target_modules = nope: not in model .* its linear layers are"),
+        ({"layers": "last-9"}, "layers = 'last-9': the model has 2 layers"),
+        ({"max_length": 9000}, "max_length = 9000: model .* takes at most 64"),
+        ({"evaluation_noise_multiplier": 0.1}, "evaluation_noise_multiplier = 0.1: the evaluation alone costs epsilon"),
+        ({"target_epsilon": 1e-6}, "target_epsilon = 1e-06: "),
+        ({"data": ON_NODES, "labels": "a,b", "target_epsilon": 1e-6}, "target_epsilon = 1e-06: "),
+        (WITHOUT_TOKENIZER, "its tokenizer knows no word, .* such as tokenizer.json, into its folder"),
+    ],
+)
+def test_what_a_model_cannot_take_and_noise_cannot_meet_is_found_before_a_run(
+    values, changes, message, tiny_bert, tmp_path, monkeypatch
+):
+    if changes is WITHOUT_TOKENIZER:
+        monkeypatch.chdir(tmp_path)
+        kept = shutil.ignore_patterns("tokenizer*", "vocab*", "special*")
+        shutil.copytree(tiny_bert, tmp_path / "mute", ignore=kept)
+    config = parse(values | {"rounds": 3, "lora_rounds": 1} | changes)
+    found = preflight.problems([config], begins=True)
+    assert len(found) == (message is not None), found
+    assert not found or re.search(message, found[0])
+    assert not message or not preflight.problems([config]), "only the model, or accounting, can tell"
+
+
+def test_an_evaluation_is_calibrated_in_the_unit_of_the_run(table, tiny_bert, tmp_path):
+    path = with_persons(table, tmp_path / "persons.csv", 2)
+    keys = {"data": str(path), "client_column": "site", "person_column": "patient", "model": str(tiny_bert)}
+    config = parse(keys | {"rounds": 3, "lora_rounds": 1, "target_epsilon": 3.0, "evaluation_noise_multiplier": 8.0})
+    assert (config.recipe, config.unit) == ("fedpriv", "person")
+    assert preflight.problems([config], begins=True) == []
+    found = with_learning_rates(calibrated(config, (60, 60), ADAPTER), (60, 60), ADAPTER)
+    events = [*planned_releases(found, dict(enumerate((60, 60))), 0, ADAPTER), planned_event(EvaluationSpec.of(found))]
+    assert {event.unit for event in events} == {"person"}
+    assert 2.97 < epsilon_of(events, 1e-5).epsilon <= 3.0
 
 
 def told(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
