@@ -465,7 +465,7 @@ def _to_be_mended(written: str, table: Table) -> str:
     import tomllib
 
     config = configuration.parse(tomllib.loads(written))
-    columns = {"client": config.client_column, "label": config.label_column, "person": config.person_column}
+    columns = {"person": config.person_column, "client": config.client_column, "label": config.label_column}
     unit = "lines" if table.lines else "records"
     lines = ["# To be mended before a run; `fedpriv data check` tells more, and its --fix mends a copy:"]
     for found in _refusals(config, table):
