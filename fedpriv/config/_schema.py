@@ -30,6 +30,45 @@ from fedpriv.privacy.mechanisms.registry import MECHANISMS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
+_EDITORS = '''\
+"""The keys of a run's configuration as keyword arguments: what editors complete and type checkers check.
+
+Written by `make keys` from the sections of `fedpriv.config`. docs/configuration.md explains the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from fedpriv.config import ALIASES
+
+
+class _CommonKeys(TypedDict, total=False):
+    """The keys that mean the same in a run and in a sweep, less those that are arguments of their own."""
+
+KEYS
+
+
+class RunKeys(_CommonKeys, total=False):
+    """The keys of one run."""
+
+    batch_size: int
+    model: str | Path | Callable[[], Any]
+    data: str | Path | Sequence[Any] | Mapping[str, Any]
+    test_data: str | Path | Any
+
+
+class SweepKeys(_CommonKeys, total=False):
+    """The keys of every run of a sweep; the batch size `auto` follows each run's smallest client."""
+
+    batch_size: int | Literal["auto"]
+    model: str | Path
+    data: str | Path
+    test_data: str | Path
+'''
+
 
 @cache
 def groups() -> Mapping[str, Mapping[str, str]]:
@@ -211,8 +250,7 @@ def _for_editors() -> str:
                 lines.append(f"    {key}: {' | '.join(names)}")
         parts.append("\n".join(lines))
     imported = sorted(used & set(aliases.values()))
-    template = Path(__file__).with_name("editors.txt").read_text(encoding="utf-8")
-    return template.replace("ALIASES", ", ".join(imported)).replace("KEYS", "\n\n".join(parts))
+    return _EDITORS.replace("ALIASES", ", ".join(imported)).replace("KEYS", "\n\n".join(parts))
 
 
 def _names(declared: Any, aliases: dict[Any, str]) -> Iterator[str]:

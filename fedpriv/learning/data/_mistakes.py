@@ -39,8 +39,20 @@ _ID_LENGTH = 40
 _MOST_OF_A_PERSON = 20
 
 _NOT_AVAILABLE = {"", "-", "--", ".", "?", "na", "n/a", "n.a.", "#n/a", "nan", "nil", "null", "none", "missing", "tbd"}
-_NOT_AVAILABLE |= {"unknown", "unk", "unbekannt", "k.a.", "k. a.", "keine angabe", "n.n.", "nn", "nat", "undefined"}
-_NOT_AVAILABLE |= {"\\n", "#ref!", "#value!", "#name?", "#div/0!", "#null!", "#num!", "anonym", "redacted", "withheld"}
+_NOT_AVAILABLE |= {
+    "unknown",
+    "unk",
+    "unbekannt",
+    "k.a.",
+    "k. a.",
+    "keine angabe",
+    "n.n.",
+    "nn",
+    "nat",
+    "\\n",
+    "undefined",
+}
+_NOT_AVAILABLE |= {"#ref!", "#value!", "#name?", "#div/0!", "#null!", "#num!", "anonym", "redacted", "withheld"}
 _NOT_AVAILABLE |= {f"anonym{ending}" for ending in ("ous", "ised", "ized")}
 _NOT_AVAILABLE |= {f"not {known}" for known in ("available", "applicable", "recorded", "known", "given", "stated")}
 _AROUND_NONE = "<>()[]{}"

@@ -10,53 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from numpy.random import Generator, default_rng
 
+from fedpriv.learning.data._hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES, Theme, phrases
+
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Theme:
-    """One complaint: interchangeable names, full statements, and circumstances that can follow either."""
-
-    names: tuple[str, ...]
-    statements: tuple[str, ...]
-    circumstances: tuple[str, ...]
-
-
 _Themes = Mapping[str, Sequence[Theme]]
-
-
-def phrases(table: str) -> tuple[str, ...]:
-    """The phrases of a table, of any number of lines."""
-    return tuple(phrase for line in table.strip().splitlines() for phrase in line.split(" / "))
-
-
-def _texts(file: str) -> dict[str, str]:
-    """{heading: the text below it} of a file of phrases."""
-    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
-    parts = (part.partition("\n") for part in text.removeprefix("# ").split("\n# "))
-    return {heading: below.strip() for heading, _, below in parts}
-
-
-def _themes(table: str) -> tuple[Theme, ...]:
-    """The themes of a department, three lines each: names, which follow "I have", statements, and circumstances.
-
-    Some names occur in several departments on purpose ("tightness in the chest"): only the circumstance decides where
-    such a message belongs.
-    """
-    return tuple(Theme(*map(phrases, block.splitlines())) for block in table.split("\n\n"))
-
-
-# A heading has the department, its doctor, what that one would rule out, and departments whose patients sound alike:
-# where side complaints, false leads and misrouted messages come from.
-_READ = {phrases(heading): _themes(below) for heading, below in _texts("hospital_phrases.txt").items()}
-THEMES = {name: themes for (name, *_), themes in _READ.items()}
-SPECIALISTS = {name: (doctor, organ) for name, doctor, organ, *_ in _READ}
-NEIGHBOURS = {name: tuple(neighbours) for name, _, _, *neighbours in _READ}
 
 DEPARTMENTS: tuple[str, ...] = tuple(THEMES)
 HOSPITAL_SIZES: tuple[int, ...] = (1200, 1000, 800, 600, 400)
@@ -84,18 +45,66 @@ _MISROUTED_PROBABILITY = 0.02
 _CIRCUMSTANCE_PROBABILITY = 0.95
 _JOINT_PROBABILITY = 0.08
 
-_SENTENCES = _texts("hospital_sentences.txt")
-
 # A single complaint. {name} and {statement} include a circumstance; {sign} is another name without one.
-_LEADS = phrases(_SENTENCES["leads"])
+_LEADS = phrases("""
+I have {name} / I have had {name} for {span} / for {span} I have been dealing with {name} / I keep getting {name}
+I am writing because of {name} / what bothers me is {name} / my problem is {name} / it is about {name}
+I am not sure what to call it, perhaps {name} / my {relative} has {name}
+my {relative} has been complaining of {name} for {span} / my {relative} needs help with {name} / {statement}
+{statement}, and it has been like this for {span} / lately {statement} / the problem is that {statement}
+I noticed {span} ago that {statement} / what worries me: {statement} / {statement}, and I do not know why
+I have {sign}: {statement} / I would call it {sign}: {statement} / {statement}, so I suppose it is {sign}
+{statement}; for {span} I have had {sign} like this / I have {name} and also {sign}
+my {relative} has {sign}, now even {name}
+""")
 
 # Two complaints in one sentence: {name} or {statement} leads, {minor} does not.
-_JOINT_LEADS = phrases(_SENTENCES["joint leads"])
+_JOINT_LEADS = phrases("""
+I have {name}, and a bit of {minor} as well / it is not so much {minor} as {name} that worries me
+never mind {minor}, I need help with {name} / I can live with {minor}, but not with {name}
+mainly {name}, now and then {minor} / besides {minor}, which is being treated, I now have {name}
+I came to you with {minor} last year, this time it is {name} / I am here for {name}, {minor} can wait
+{statement}, and I also have {minor}, but that is bearable / I have known {minor} for years, what is new is {name}
+{minor} got better, but now I have {name} / for {span} {name}, later {minor} on top
+first it was only {minor}, but by now the real trouble is {name} / {statement}, which is worse than {minor}
+my {relative} has {name}, apart from {minor}
+""")
 
-# What may come before and after the complaint, and with what probability: mentions of another department, which do not
-# change it, referring back to it or not, and padding, which says nothing about it.
-_BEFORE = ((phrases(_SENTENCES["introductions"]), 0.2), (phrases(_SENTENCES["false leads"]), 0.08))
-_AFTER = ((phrases(_SENTENCES["afterthoughts"]), 0.08), (phrases(_SENTENCES["remarks"]), 0.2))
+# Mentions of another department that do not change the complaint.
+_FALSE_LEADS = phrases("""
+my {specialist} said it is not {organ} / a {specialist} has already ruled out {organ} / at first I blamed {organ}
+my GP first suspected {organ} / I am also seeing a {specialist} for {minor}
+a {specialist} is looking after {minor} already / last month I had {minor}, but that has settled
+I was in hospital for {minor} {span} ago / the {specialist} sent me on to you / my {relative} thinks it is {organ}
+I do not know whether this is for you or for the {specialist} / please note that I take tablets for {minor}
+""")
+
+# The same, but referring back to the complaint.
+_AFTERTHOUGHTS = phrases("""
+I also notice {minor}, but less / sometimes it comes with {minor}
+my {relative} had {minor} and it began the same way / I read that it may come from {organ}
+not sure whether that has to do with {minor} / maybe I should rather ask a {specialist}
+I asked the {specialist}, who was not concerned / it is hardly {organ}, or is it?
+now {minor} as well, if that matters / could {organ} be behind it?
+""")
+
+# Padding before and after the complaint that says nothing about it.
+_INTRODUCTIONS = phrases("""
+I am {age} years old / I am {age} and otherwise healthy / I have a referral from my GP
+I could not get through on the phone / I moved here {span} ago / my GP is on holiday
+I am a little embarrassed to ask / I hope I am writing to the right place / I missed my appointment on {day}
+my last visit was {span} ago / a friend recommended you
+""")
+_REMARKS = phrases("""
+mornings suit me best / I work shifts, so please call after four / I can send the reports
+I live alone and do not drive / maybe it is nothing / it is getting worse / it comes and goes
+some days I hardly notice it / I am away from {day} on / I tried to wait it out / I am insured with the public fund
+I would rather not take more tablets
+""")
+
+# What may come before and after the complaint, and with what probability.
+_BEFORE = ((_INTRODUCTIONS, 0.2), (_FALSE_LEADS, 0.08))
+_AFTER = ((_AFTERTHOUGHTS, 0.08), (_REMARKS, 0.2))
 
 _RELATIVES = ("husband", "wife", "mother", "father", "son", "daughter", "brother", "sister", "partner")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")

@@ -14,15 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters.pooling import masked_mean
 from fedpriv.learning.data import federated, hospital
-from fedpriv.learning.data.hospital import (
-    DEPARTMENTS,
-    HOSPITAL_SIZES,
-    NEIGHBOURS,
-    SPECIALISTS,
-    THEMES,
-    Message,
-    generate,
-)
+from fedpriv.learning.data._hospital_phrases import NEIGHBOURS, SPECIALISTS, THEMES
+from fedpriv.learning.data.hospital import DEPARTMENTS, HOSPITAL_SIZES, Message, generate
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,54 @@ _KEEP_ALIVE_SECONDS = 75  # longer than nginx keeps its connections to here, so 
 # Of what nginx writes as it is; a path with a space, a quote or a dollar sign would mean something else there.
 _PATH = re.compile(r"[A-Za-z0-9/._@+-]+")
 
+_NGINX = """\
+# Written by `fedpriv serve --nginx`, for conf.d/ of nginx >= 1.18.
+limit_req_zone $binary_remote_addr zone=fedpriv_requests:4m rate={per_address}r/s;
+limit_conn_zone $binary_remote_addr zone=fedpriv_connections:4m;
+limit_conn_zone $server_port zone=fedpriv_all:1m;
+
+upstream fedpriv {{
+    server {upstream};
+    keepalive 32;
+}}
+
+server {{
+    listen {port} ssl;
+    listen [::]:{port} ssl;
+    server_name _;
+    server_tokens off;
+    ssl_certificate {certificate};
+    ssl_certificate_key {key};
+    ssl_protocols TLSv1.2 TLSv1.3;
+
+    client_header_timeout 10s;
+    client_body_timeout 10s;
+    send_timeout 30s;
+    keepalive_timeout 5s;
+    reset_timedout_connection on;
+    client_max_body_size {body_bytes};
+    # A prompt is never written to a disk.
+    client_body_buffer_size {body_bytes};
+    proxy_max_temp_file_size 0;
+
+    limit_req zone=fedpriv_requests burst={per_address} nodelay;
+    limit_conn fedpriv_connections {per_address};
+    limit_conn fedpriv_all 400;
+    limit_req_status 429;
+    limit_conn_status 429;
+
+    location / {{
+        proxy_pass http://fedpriv;
+        proxy_http_version 1.1;
+        proxy_set_header Connection "";
+        proxy_set_header Host $host;
+        proxy_read_timeout 600s;
+        # Answers are taken at once, however slowly they are read, but for streams, whose X-Accel-Buffering forbids it.
+        proxy_buffering on;
+    }}
+{refusals}}}
+"""
+
 _REFUSAL = """
     error_page {statuses} ={status} /_refused/{status};
     location = /_refused/{status} {{
@@ -219,8 +267,7 @@ def nginx_configuration(address: Address, limits: RequestLimits, *, port: int, c
         )
         for status, (statuses, code, message) in _REFUSALS.items()
     ]
-    template = Path(__file__).with_name("nginx.conf").read_text(encoding="utf-8")
-    return template.format(
+    return _NGINX.format(
         upstream=upstream,
         port=port,
         certificate=_nginx_path(certificate),

@@ -1,5 +1,39 @@
-# cardiology / cardiologist / the heart / pulmonology / psychiatry / gastroenterology / neurology
+"""Phrase tables of the hospital corpus: the complaints of each department's patients.
 
+A theme is three lines: names of the complaint (which follow "I have"), statements of it, and circumstances
+that can follow either. Phrases are separated by " / ", themes by an empty line. Some names occur in several
+departments on purpose ("tightness in the chest"): only the circumstance decides where such a message belongs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Theme:
+    """One complaint: interchangeable names, full statements, and circumstances that can follow either."""
+
+    names: tuple[str, ...]
+    statements: tuple[str, ...]
+    circumstances: tuple[str, ...]
+
+
+def phrases(table: str) -> tuple[str, ...]:
+    """The phrases of a table, of any number of lines."""
+    return tuple(phrase for line in table.strip().splitlines() for phrase in line.split(" / "))
+
+
+def _themes(table: str) -> tuple[Theme, ...]:
+    """The themes of one department's table, of three lines each."""
+    blocks = [list(map(phrases, block.splitlines())) for block in table.strip().split("\n\n")]
+    if any(len(block) != 3 for block in blocks):
+        raise ValueError("every theme needs three lines: names, statements and circumstances")
+    return tuple(Theme(*block) for block in blocks)
+
+
+THEMES = {
+    "cardiology": _themes("""
 a racing heart / palpitations / a pounding pulse / a skipping heartbeat / a fluttering feeling in the chest
 my heart races / my pulse goes all over the place / my heart skips beats / my heart thumps up to my throat
 while sitting still / after one cup of coffee / when lying on the left side / at irregular moments
@@ -31,9 +65,8 @@ since the discharge / and a flight is coming up / in spite of blood thinners / s
 constant tiredness / a lack of energy / exhaustion / a drop in fitness
 I am worn out / I have no strength left / I cannot keep up on walks any more
 with an irregular pulse / since the infarction / with pressure in the chest / since the beta blocker
-
-# dermatology / dermatologist / the skin / gastroenterology / orthopaedics / urology / psychiatry
-
+"""),
+    "dermatology": _themes("""
 a rash / red patches / a red, scaly area / spots all over
 my skin is covered in red spots / a rash is spreading / the patches flake / my skin is red and raw
 on both elbows / after a new washing powder / in the face / around the waist / on the shins
@@ -65,9 +98,8 @@ after a scratch from the cat / under the stocking / since the swimming pool / in
 eczema / cracked hands / very dry skin / psoriasis / a sore fold of skin
 my hands crack / my eczema is back / the cortisone cream no longer helps / my psoriasis flares up
 every winter / from all the disinfectant at work / in spite of the ointment / whenever work is stressful
-
-# gastroenterology / stomach specialist / the stomach / cardiology / urology / psychiatry / dermatology
-
+"""),
+    "gastroenterology": _themes("""
 heartburn / acid reflux / a burning behind the breastbone / a sour taste in the mouth / burning in the chest
 acid comes up / my chest burns / it burns up into my throat / I wake up with a sour mouth
 after meals / when bending over / after a late dinner / after wine and tomatoes / without the acid blocker
@@ -99,9 +131,8 @@ with dark urine and pale stools / after years of wine / with jaundice / together
 unexplained weight loss / constant tiredness / low iron / bowel polyps / Crohn's disease
 I lose weight without trying / my iron keeps dropping / my colitis is back / I am due a colonoscopy
 with changes in the bowel / since the last colonoscopy / since the gluten test / after bowel surgery
-
-# neurology / neurologist / the nerves / orthopaedics / psychiatry / cardiology / dermatology
-
+"""),
+    "neurology": _themes("""
 migraine / a headache / splitting headaches / pressure in the head / a one-sided headache
 my head pounds / one side of my head throbs / my head feels as if in a vice / my migraine is back
 with flickering before the eyes / in bright light / on waking / three times a week / in spite of triptans
@@ -133,9 +164,8 @@ for about ten minutes / towards the evening / after hot baths / since the stroke
 poor sleep / restless legs / an urge to move the legs / sudden sleepiness / violent dreams
 my legs will not keep still / I fall asleep in mid-conversation / I kick in my sleep / my legs crawl
 at bedtime / in the cinema / with jerks and kicks / since the new Parkinson tablets / on long drives
-
-# orthopaedics / bone specialist / the joints / neurology / urology / dermatology / pulmonology
-
+"""),
+    "orthopaedics": _themes("""
 knee pain / a swollen knee / a stiff knee / an unstable knee / clicking in the knee
 my knee hurts / my knee locks / my knee swells / my knee gives way
 going downstairs / after football / since twisting it / in the first steps of the morning / after squatting
@@ -167,9 +197,8 @@ when opening jars / after a fall on the hand / in the morning for an hour / when
 a pain across the ribs / a broken rib / a bruised chest / a pulled muscle / pain between the shoulder blades
 my ribs hurt / I pulled a muscle / my chest wall hurts / it stabs between my shoulder blades
 after a fall from the ladder / when twisting the trunk / with every movement / since the gym / after a tackle
-
-# psychiatry / psychiatrist / stress / neurology / cardiology / gastroenterology / pulmonology
-
+"""),
+    "psychiatry": _themes("""
 panic attacks / a racing heart / a fear of dying / trembling / palpitations
 panic comes over me / my heart races / I tremble and want to run / I am scared to death
 in the supermarket queue / at the thought of going out / in crowded trains / though every ECG was fine
@@ -201,9 +230,8 @@ since the pressure at work / already as a child / feeling worthless / for sheer 
 too much drinking / a craving for alcohol / frightening voices / mood swings / gambling trouble
 I drink too much / I cannot stop drinking / I hear voices / my mood swings from high to low
 most evenings / when alone at night / since stopping the medication / more than the family knows
-
-# pulmonology / lung specialist / the lungs / cardiology / psychiatry / gastroenterology / orthopaedics
-
+"""),
+    "pulmonology": _themes("""
 a cough / a dry cough / a barking cough / a constant need to clear the throat / a tickle in the throat
 I cough / I cannot stop coughing / my cough is back / I keep clearing my throat
 all night / since the flu / when laughing / in cold air / since the new flat with the mould
@@ -235,9 +263,8 @@ with a lasting cough / after contact with tuberculosis / after years of smoking 
 COPD / trouble with the inhaler / low oxygen / an old lung embolism / scarred lungs
 my oxygen drops / my COPD is worse / my spray no longer works / my lungs are scarred
 when walking to the shops / with wheezing / at the end of the day / after years as a welder
-
-# urology / urologist / the kidneys / gastroenterology / orthopaedics / dermatology / neurology
-
+"""),
+    "urology": _themes("""
 burning when passing water / a bladder infection / stinging urine / a urinary infection / cloudy urine
 it burns when I pee / my urine smells / my bladder hurts / I have another infection
 for the third time this year / after swimming / in spite of antibiotics / with shivering / since the catheter
@@ -269,3 +296,29 @@ when coughing / when laughing / since the pelvic fracture / after the operation 
 trouble in bed / no desire for sex / a kidney cyst / worse kidney values / protein in the urine
 my erections fail / my PSA went up / I want a vasectomy / they saw a cyst on my kidney
 since the diabetes / since the last kidney check / according to the ultrasound / in spite of the tablets
+"""),
+}
+
+# Departments whose patients sound alike: where side complaints, false leads and misrouted messages come from.
+NEIGHBOURS = {
+    "cardiology": ("pulmonology", "psychiatry", "gastroenterology", "neurology"),
+    "dermatology": ("gastroenterology", "orthopaedics", "urology", "psychiatry"),
+    "gastroenterology": ("cardiology", "urology", "psychiatry", "dermatology"),
+    "neurology": ("orthopaedics", "psychiatry", "cardiology", "dermatology"),
+    "orthopaedics": ("neurology", "urology", "dermatology", "pulmonology"),
+    "psychiatry": ("neurology", "cardiology", "gastroenterology", "pulmonology"),
+    "pulmonology": ("cardiology", "psychiatry", "gastroenterology", "orthopaedics"),
+    "urology": ("gastroenterology", "orthopaedics", "dermatology", "neurology"),
+}
+
+# Who works there, and what such a doctor would rule out.
+SPECIALISTS = {
+    "cardiology": ("cardiologist", "the heart"),
+    "dermatology": ("dermatologist", "the skin"),
+    "gastroenterology": ("stomach specialist", "the stomach"),
+    "neurology": ("neurologist", "the nerves"),
+    "orthopaedics": ("bone specialist", "the joints"),
+    "psychiatry": ("psychiatrist", "stress"),
+    "pulmonology": ("lung specialist", "the lungs"),
+    "urology": ("urologist", "the kidneys"),
+}
