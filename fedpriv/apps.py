@@ -28,6 +28,9 @@ CHECKOUT: Path | None = None if _INSTALLED.is_dir() else _INSTALLED.parents[1]
 FLOWER_APP: Path = CHECKOUT or _INSTALLED / "flower-app"
 """The folder of the Flower app: what `flwr build` reads. A clone and the wheel of its commit give the same bundle."""
 
+PAGES: Path = (CHECKOUT or _INSTALLED) / "docs"
+"""The folder of the documentation's pages, which `fedpriv docs` prints."""
+
 # {package that a program may lack: the extra that brings it}
 _EXTRAS = {"flwr": "federation", "flwr_datasets": "partition", "ray": "ray"}
 

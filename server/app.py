@@ -25,7 +25,7 @@ from fedpriv.models.publishing import card
 from fedpriv.models.variants import stored_in
 from fedpriv.privacy.accounting.views import View
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.privacy.ledger.reader import carry_on
+from fedpriv.privacy.ledger.reader import carry_on, keep_names
 from fedpriv.runs import RunWriter, files, marked_alive
 from fedpriv.runs.plan.preflight import check_clients, check_run
 from fedpriv.runs.show import check_installed, tracked_run
@@ -146,6 +146,8 @@ def _carry_out(
                 "dealing out its data, and budget_epsilon bounds each of them alone"
             )
         writer.write_registrations({each.client: vars(each) for each in series.registrations})
+        if config.ledger:
+            keep_names(path, {each.data_set: each.name for each in series.registrations})
         registered = registration(config, bench) if config.audit else None
         if registered:
             writer.register_audit(registered)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.holder.wire.kinds import Registration
-from fedpriv.privacy.accounting.accountants import PrivacySpent
+from fedpriv.privacy.accounting.accountants import PrivacySpent, epsilon_of
 from fedpriv.privacy.accounting.calibration import first_rounds_within
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.law import Accountant
@@ -32,6 +32,9 @@ log = logging.getLogger("flwr")
 
 # Up to this many clients, the rounds that a budget allows are counted by pld; beyond, by rdp, which allows fewer.
 _MAX_COUNTED_BY_PLD = 32
+
+# No target is offered that takes so many times the noise: nothing would be learned.
+_MOST_NOISE = 1000.0
 
 # Clients whose budgets end early that a notice names.
 _MOST_NAMED = 20
@@ -85,7 +88,7 @@ class Books:
         self.num_evaluations: Counter[int] = Counter()
         self._budgets = {client: config.budget_of(client) for client in self.sizes}
         self._round = 0
-        self._after = resumed_after or 0
+        self._after, self.is_new = resumed_after or 0, resumed_after is None
         self._earlier_charges = EarlierCharges()
         if ledger is not None:
             self._register(ledger, accounts or {})
@@ -239,6 +242,31 @@ class Books:
         """The releases of a client that takes part in the next rounds, on the view of the budget."""
         before = [*self.accounts.history(client, self._config.privacy_view), *self.costs.reserved]
         return [*before, *self.costs.worst_events(client, self._after, num_rounds)]
+
+    def target_within(self, clients: Sequence[int]) -> float | None:
+        """A target_epsilon at which no budget of these ends before the run does, rounded down; None if none is left.
+
+        All noise of the run is taken to grow by one factor. It is the least, by rdp, at which each budget holds the
+        client's account and the run's releases. The target is what these then cost by pld, which is less.
+        """
+        left, deltas = self._config.rounds - self._after, self.accounts.deltas
+        own = {client: self.costs.worst_events(client, self._after, left) for client in clients}
+        before = {client: self._spent_after(client, 0) for client in clients}
+
+        def cost(client: int, factor: float, others: Sequence[Event], accountant: Accountant) -> float:
+            events = [*others, *(event.with_noise(factor) for event in own[client])]
+            return epsilon_of(events, deltas[client], accountant).epsilon
+
+        def fits(factor: float) -> bool:
+            return all(cost(each, factor, before[each], "rdp") <= (self._budgets[each] or math.inf) for each in clients)
+
+        low, high = 1.0, _MOST_NOISE
+        if not fits(high):
+            return None
+        while high / low > 1.01:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return math.floor(100 * max(cost(client, high, (), "pld") for client in clients)) / 100 or None
 
     @property
     def _counts_by_pld(self) -> bool:
@@ -415,7 +443,8 @@ def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], 
     """Tell the observer, before the first round, which budgets end before the run does, and after how many rounds.
 
     Raises:
-        InputError: fewer clients than the run needs can take part in even one round.
+        InputError: fewer clients than the run needs can take part in even one round, or a smaller target lets as many
+            take part in all of them.
     """
     allowed = books.rounds_allowed
     short = {client: rounds for client, rounds in allowed.items() if rounds < config.rounds}
@@ -431,7 +460,15 @@ def announce_budgets(books: Books, config: RunConfig, names: Mapping[int, str], 
         listed = [f"{holder_label(client, names[client])}: {rounds}" for client, rounds in sorted(short.items())]
         more = f" and {len(listed) - _MOST_NAMED:,} more, the least {min(short.values())}"
         each = ", ".join(listed[:_MOST_NAMED]) + (more if len(listed) > _MOST_NAMED else "")
+        may_lower = books.is_new and config.target_epsilon and not config.clients_per_round
+        fitting = books.target_within(sorted(short, key=short.__getitem__)[:_MOST_NAMED]) if may_lower else None
+        if fitting and len(books.sizes) - len(short) < config.min_clients:
+            raise InputError(
+                f"target_epsilon = {config.target_epsilon:g}: what budget_epsilon leaves allows fewer than the "
+                f"{config.rounds} rounds ({each}); target_epsilon = {fitting:g} allows all; nothing was charged"
+            )
         observer.notice(
             f"budget_epsilon allows fewer than the {config.rounds} rounds of this run, on the {config.privacy_view} "
             f"view and whichever clients drop out: {each}; these clients then retire"
+            + (f"; target_epsilon = {fitting:g} would keep them" if fitting else "")
         )

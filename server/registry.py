@@ -5,14 +5,11 @@ Clients' variants of the last round that recur stand with the run's epsilons: in
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.config import RunConfig
@@ -188,7 +185,7 @@ def _describe(
     history = History(name=path.name, ancestors=ancestors, holders=config.holders_per_person)
     described = Described(
         name=path.name,
-        architecture=f"{config.model} {_shapes_digest(folders.read_tensors(path))}",
+        architecture=folders.architecture(config.model, folders.read_tensors(path)),
         utility=accuracy,
         epsilon_bound=config.dedup_epsilon_bound,
         utility_bound=config.dedup_utility_bound,
@@ -197,12 +194,6 @@ def _describe(
         tags=frozenset({config.model, config.data}),
     )
     folders.describe(path, described)
-
-
-def _shapes_digest(tensors: Mapping[str, NDArray[np.generic]]) -> str:
-    """A digest of the tensors' shapes: adapters of one model share blocks only if these are equal."""
-    shapes = {name: tensors[name].shape for name in sorted(tensors)}
-    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]
 
 
 def _recurring(config: RunConfig, outcome: SeriesOutcome) -> list[RecurringVariants]:

@@ -84,9 +84,11 @@ def summarize(
 
     def entry(client: int) -> dict[str, Any]:
         sent = {"bytes_up": bytes_up[client], "bytes_down": bytes_down[client]}
-        return _client(client, costs, outcome) | sent | tested(client) | risk_of(risks[client]) | unit
+        own = _client(client, costs, outcome) | sent | tested(client) | risk_of(risks[client]) | unit
+        return own | labels_of(client)
 
     labels = bench.data.label_names or (config.answers if outcome.test else ())
+    labels_of = _labels_of(bench, config, bench.data.label_names)
     num_outcomes = len(labels) or bench.num_outcomes
     asked = outcome.strategy.schedule.totals
     model = outcome.strategy.model
@@ -205,6 +207,15 @@ def _client(client: int, costs: _CostsByView, outcome: SeriesOutcome) -> dict[st
         "earlier_runs": books.earlier_runs[client],
         "retired": books.retired.get(client),
     }
+
+
+def _labels_of(bench: Workbench, config: RunConfig, labels: Sequence[str]) -> Callable[[int], dict[str, Any]]:
+    """A client's key of summary.json for its labels, where nobody's privacy depends on them; else none."""
+    clients = bench.data.clients
+    if not (config.protects_nobody and labels and clients and not config.is_own_model):
+        return lambda client: {}
+    numbers = [Counter(map(str, records.labels)) for records in clients]
+    return lambda client: {"num_by_label": [numbers[client][label] for label in labels]}
 
 
 def _unproven(outcome: SeriesOutcome) -> float:

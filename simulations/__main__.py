@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False
 )
 
-_RECIPES = "Recipes, of which docs/recipes.md tells more:\n\n" + "\n\n".join(
+_RECIPES = "Recipes, of which `fedpriv docs recipes` tells more:\n\n" + "\n\n".join(
     f"- **{name}**: {text}" for name, text in configuration.RECIPES.items()
 )
 
@@ -101,7 +101,7 @@ _Override = Annotated[
     typer.Option(
         "-c",
         metavar="KEY=VALUE",
-        help="Override one key; repeatable. docs/configuration.md lists them.",
+        help="Override one key; repeatable. `fedpriv config keys` lists them.",
         autocompletion=_override_names,
     ),
 ]
@@ -183,11 +183,13 @@ def sweep(
 ) -> None:
     """Run many federations, one for each point of a grid, and write sweep.csv, a pivot and plots.
 
-    Started again, it runs only what is unfinished.
+    Started again, it runs only what is unfinished. `-c` of a key that varies picks the runs that have this value.
 
     Examples:
 
         fedpriv sweep simulations/configs/sweeps/epsilon.toml
+
+        fedpriv sweep simulations/configs/sweeps/epsilon.toml -c target_epsilon=8 -c seed=0
 
         fedpriv sweep my-sweep.toml -c data=letters.csv --max-parallel 1 --out /tmp/my-sweep
     """

@@ -19,7 +19,6 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fedpriv import config as configuration
-from fedpriv.apps import CHECKOUT
 from fedpriv.config import RunConfig
 from fedpriv.errors import DiskFullError, InputError, first_line
 from fedpriv.runs.files import CONFIG, checkpoints, is_finished, run_folder_of
@@ -28,7 +27,10 @@ from fedpriv.runs.plan import preflight
 if TYPE_CHECKING:
     from simulations.sweeps.result import FinishedSweep
 
-RESULTS = (CHECKOUT or Path.cwd()) / "results"
+
+def _results() -> Path:
+    """The folder of results that nobody named one for, where the command was given."""
+    return Path.cwd() / "results"
 
 
 def federate(
@@ -185,18 +187,20 @@ def sweep_all(
     )
     for each in planned.runs:
         _check_simulated(each.config)
-    folder = out or RESULTS / "sweeps" / (title if path is not None else f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
+    folder = out or _results() / "sweeps" / (title if path is not None else f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
     return command.sweep(planned, Path(folder).expanduser().absolute(), max_parallel=max_parallel, console=console)
 
 
 def _resolved(path: str | Path | None, keys: Mapping[str, Any], out: str | Path | None) -> tuple[RunConfig, str]:
     """The configuration, of defaults, then the file, then the keys; and what implies its recipe, if anything does."""
     values = configuration.read(Path(path)) if path is not None else {}
+    if configuration.is_sweep(values):
+        raise InputError(f"{path}: is a sweep, with [grid] or [[runs]]; fedpriv sweep {shlex.quote(str(path))} runs it")
     values = configuration.with_overrides(values, _plain(keys))
     name = Path(path).stem if path is not None else "embedded"
     if values.get("ledger"):
         values["ledger"] = str(Path(str(values["ledger"])).expanduser().absolute())
-    folder = out or values.get("out") or RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    folder = out or values.get("out") or _results() / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     values["out"] = str(Path(folder).expanduser().absolute())
     if callable(own := values.get("noise_schedule")):
         values["noise_schedule"] = _of_rounds(own, configuration.parse({**values, "noise_schedule": ()}).rounds)

@@ -1,9 +1,12 @@
-"""`fedpriv init`: a commented configuration for a table of records, from three questions or flags."""
+"""`fedpriv init`: a commented configuration for a table of records, from a question for each column, or flags."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+import textwrap
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +23,31 @@ from fedpriv.files import replace_file
 from fedpriv.texts import printable
 
 if TYPE_CHECKING:
-    from fedpriv.learning.data import Table
+    from fedpriv.config import RunConfig
+    from fedpriv.learning.data import Finding, Table
 
-# Names that people give to such columns; without one of them, what a column holds decides.
-_TEXT_NAMES = ("text", "message", "sentence", "letter", "note", "report", "review", "question", "content", "body")
-_LABEL_NAMES = ("label", "class", "category", "department", "diagnosis", "target", "type", "sentiment", "topic")
-_HOLDER_NAMES = ("client", "hospital", "holder", "site", "institution", "clinic", "bank", "centre", "center", "source")
+# Names that people give to such columns, in English, German, French and Spanish, without accents; without one of them,
+# what a column holds decides.
+_TEXT_NAMES = (
+    "text message sentence letter note report review question content body befund brief nachricht notiz bericht "
+    "beschreibung inhalt freitext frage anamnese texte lettre rapport commentaire description contenu compte_rendu "
+    "texto mensaje carta nota informe comentario descripcion contenido pregunta"
+)
+_LABEL_NAMES = (
+    "label class category department diagnosis target type sentiment topic klasse kategorie abteilung diagnose ziel "
+    "fachabteilung thema classe categorie departement diagnostic cible etiquette sujet clase categoria departamento "
+    "diagnostico objetivo etiqueta tema"
+)
+_HOLDER_NAMES = (
+    "client hospital holder site institution clinic bank centre center source krankenhaus klinik haus praxis standort "
+    "einrichtung filiale hopital clinique etablissement cabinet banque clinica centro banco sucursal institucion"
+)
+
+# Of each likely mistake, so many places are named.
+_PLACES = 20
+
+# Of each column, so many values are shown, and so much of each.
+_SAMPLES, _SAMPLE_WIDTH = 3, 32
 
 # A column of classes repeats its values: so many records of each on average, and at most so many classes.
 _RECORDS_PER_LABEL = 5
@@ -49,6 +71,9 @@ class _Answers:
         text, label: columns.
         client: column that says who holds a record; empty deals the records out to five simulated holders.
         person: column that says whom a record is about; empty protects records.
+        holders: at how many clients a person may have records.
+        partition: how records are dealt out where no column says who holds them.
+        num_clients: to how many.
         epsilon: that this run may cost each holder; None for the default, within the budget.
         budget: epsilon that all runs together may cost each holder; None for none.
         test_data: the server's own records; empty for none.
@@ -61,6 +86,9 @@ class _Answers:
     label: str = ""
     client: str = ""
     person: str = ""
+    holders: int = 1
+    partition: str = "iid"
+    num_clients: int = 5
     epsilon: float | None = None
     budget: float | None = None
     test_data: Path | None = None
@@ -73,6 +101,9 @@ def init(
     label: Annotated[str, typer.Option(help="Column with the class to be predicted.")] = "",
     client: Annotated[str | None, typer.Option(help="Column that says who holds a record; '' for none.")] = None,
     person: Annotated[str | None, typer.Option(help="Column that says whom a record is about; '' for none.")] = None,
+    holders: Annotated[int, typer.Option(help="At how many clients a person may have records.", min=1)] = 1,
+    clients: Annotated[int | None, typer.Option(help="Deal records out to so many simulated holders.", min=1)] = None,
+    partition: Annotated[str | None, typer.Option(help="How: iid, or dirichlet by label.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="What this run may cost each holder.")] = None,
     budget: Annotated[float | None, typer.Option(help="What all runs together may cost each holder.")] = None,
     test_data: Annotated[Path | None, typer.Option(help="File with the server's own test records.")] = None,
@@ -84,9 +115,10 @@ def init(
 ) -> None:
     """Write a commented configuration for a table of records: asks for the file, its columns, and how much privacy.
 
-    Whatever an option says is not asked for; where nobody can answer, what the file suggests is taken. Then `--client`
-    is required, unless one column alone can say who holds a record. The file is looked at on this machine alone, and
-    none of its records are written anywhere.
+    Whatever an option says is not asked for; where nobody can answer, what the file suggests is taken. Then `--label`
+    is required, unless a column has a usual name, and `--client`, unless one column alone can say who holds a record.
+    The file is looked at on this machine alone, and none of its records are written anywhere. If a run would refuse the
+    table, the file says in comments what is to be mended, and the command exits with 1.
 
     Examples:
 
@@ -107,14 +139,20 @@ def init(
         answers = _Answers(
             data=data, layout=layout, epsilon=epsilon, budget=budget, test_data=test_data, public=public_data
         )
+        if clients is not None or partition is not None:
+            if client:
+                raise InputError(f"clients, partition: deal records out, but client = {client!r} says who holds them")
+            client, answers = "", replace(answers, partition=partition or "iid", num_clients=clients or 5)
+        if asks:
+            _show(table)
         answers = _with_columns(answers, table, text, label, client, asks=asks)
-        answers = _with_person(answers, table, person, asks=asks)
+        answers = replace(_with_person(answers, table, person, asks=asks), holders=holders)
         if epsilon is None and budget is None and asks:
             typer.echo(_ABOUT_PRIVACY)
             answers = _with_privacy(answers, _ask("How much privacy?", str(_DEFAULT_EPSILON)))
         written = _to_toml(answers, folder=place.absolute().parent)
-        warnings = _checked(written)
-        _write(place, written)
+        warnings, refusal = _checked(written, table)
+        _write(place, _to_be_mended(written, table) + written if refusal else written)
     except InputError as error:
         typer.echo(f"error: {printable(error)}", err=True)
         raise typer.Exit(2) from None
@@ -123,6 +161,9 @@ def init(
     held = repr(answers.client) if answers.client else "none: records are dealt out"
     protected = f", each person of {answers.person!r} protected" if answers.person else ""
     typer.echo(f"{place}: text {answers.text!r}, label {answers.label!r}, client {held}{protected}")
+    if refusal:
+        typer.echo(f"error: a run refuses the table: {printable(refusal)}", err=True)
+        raise typer.Exit(1)
     typer.echo(f"next: fedpriv run {shlex.quote(str(place))}")
 
 
@@ -132,12 +173,14 @@ class _Proposed:
 
     Attributes:
         text, label, client: columns.
+        is_named: whether the label has a usual name, or is given; else its values alone suggest it.
         rivals: {column: number of its values} of those that could hold clients, where none is proposed.
     """
 
     text: str
     label: str
     client: str
+    is_named: bool
     rivals: Mapping[str, int]
 
 
@@ -163,7 +206,7 @@ def _proposed(table: Table, text: str, label: str) -> _Proposed:
     guessed = label or min((n for n in rest if n != named), key=lambda name: len(columns[name]), default="")
     alike = {name: len(columns[name]) for name in rest if name != guessed and _are_holders(columns[name])}
     client = named or (next(iter(alike)) if label and len(alike) == 1 else "")
-    return _Proposed(text, guessed, client, {} if client else alike)
+    return _Proposed(text, guessed, client, bool(label), {} if client else alike)
 
 
 def _are_holders(counts: Counter[str]) -> bool:
@@ -183,7 +226,7 @@ def _to_toml(answers: _Answers, *, folder: Path) -> str:
     within = answers.budget if answers.budget is not None else float("inf")
     epsilon = answers.epsilon if answers.epsilon is not None else min(_DEFAULT_EPSILON, within)
     parts = [
-        "# Written by `fedpriv init`. docs/configuration.md explains every key, and",
+        "# Written by `fedpriv init`. `fedpriv config keys` explains every key, and",
         "# `fedpriv config check` says what is wrong with this file after a change.",
         "",
         "# The records, which stay where they are, and their columns.",
@@ -192,8 +235,8 @@ def _to_toml(answers: _Answers, *, folder: Path) -> str:
         "# The classes are those that occur; `labels` would fix them, and leave out records with others.",
         _line(label_column=answers.label),
         *_layout(answers.layout),
-        *_holders(answers.client),
-        *_persons(answers.person),
+        *_holders(answers),
+        *_persons(answers),
         "",
         *_test_set(answers),
         "",
@@ -210,10 +253,15 @@ def _to_toml(answers: _Answers, *, folder: Path) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _named(columns: Sequence[str], usual: Sequence[str]) -> str:
-    """The column whose name is the first of the usual ones; empty if none is."""
-    lower = {name.lower(): name for name in reversed(columns)}
-    return next((lower[name] for name in usual if name in lower), "")
+def _named(columns: Sequence[str], usual: str) -> str:
+    """The column whose name is the first of the usual ones, with or without accents; empty if none is."""
+    plain = {_plain(name): name for name in reversed(columns)}
+    return next((plain[name] for name in usual.split() if name in plain), "")
+
+
+def _plain(name: str) -> str:
+    """The name in small letters without accents."""
+    return "".join(char for char in unicodedata.normalize("NFKD", name.casefold()) if not unicodedata.combining(char))
 
 
 def _line(**value: Any) -> str:
@@ -226,21 +274,24 @@ def _layout(layout: DataSection) -> list[str]:
     return [_line(**{key: value}) for key, value in given.items() if value != getattr(DataSection, key)]
 
 
-def _holders(client: str) -> list[str]:
-    if client:
-        return ["# Each value of this column is a data holder.", _line(client_column=client)]
+def _holders(answers: _Answers) -> list[str]:
+    if answers.client:
+        return ["# Each value of this column is a data holder.", _line(client_column=answers.client)]
     return [
         "# No column says who holds a record, so they are dealt out to simulated holders.",
-        _line(partition="iid"),
-        _line(num_clients=5),
+        _line(partition=answers.partition),
+        _line(num_clients=answers.num_clients),
     ]
 
 
-def _persons(person: str) -> list[str]:
-    if person:
+def _persons(answers: _Answers) -> list[str]:
+    if answers.person:
+        several = answers.holders > 1
         return [
-            "# Each value of this column is a person, whom an epsilon protects with all records at one holder.",
-            _line(person_column=person),
+            "# Each value of this column is a person, whom an epsilon protects with all records at "
+            + (f"up to {answers.holders} holders." if several else "one holder."),
+            _line(person_column=answers.person),
+            *([_line(holders_per_person=answers.holders)] if several else []),
         ]
     return [
         "# An epsilon protects one record; with this key, one person with all records at one holder:",
@@ -295,20 +346,23 @@ def _with_columns(
 ) -> _Answers:
     """The answers with the columns that are given, or else confirmed or proposed."""
     found = _proposed(table, text, label)
+    if asks:
+        text = text or _ask("Which column holds the text?", found.text, is_guess=True)
+        label = label or _ask(f"Which holds the class to be predicted?{_hint(found.label)}", "")
+        if client is None:
+            client = _ask(
+                "Which says who holds a record (- for none)?", found.client or "-", is_guess=bool(found.client)
+            )
+            client = "" if client == "-" else client
     chosen = (text or found.text, label or found.label, found.client if client is None else client)
-    if asks and not (text and label and client is not None):
-        typer.echo(f"Its columns: {printable(', '.join(table.columns))}")
-        proposal = ", ".join(filter(None, chosen))
-        names = [name.strip() for name in _ask("Which hold text, label and (if any) client?", proposal).split(",")]
-        if not 2 <= len(names) <= 3:
-            raise InputError(f"columns = {', '.join(names)!r}: give those of text and label, and maybe of the client")
-        chosen = (names[0], names[1], names[2] if len(names) == 3 else "")
     for option, name in zip(("text", "label", "client"), chosen, strict=True):
         if name and name not in table.columns:
             raise InputError(f"{option} = {name!r}: no such column; there are {', '.join(table.columns)}")
     for option, name in zip(("text", "label"), chosen, strict=False):
         if not name:
             raise InputError(f"{option}: no column seems to hold it; name it with --{option}")
+    if not asks and not (label or found.is_named):
+        raise InputError(f"label: {chosen[1]!r} may hold the class to be predicted; say so with --label")
     if not chosen[2] and client is None and not asks:
         raise InputError(
             f"client: {_undecided(found.rivals)}; give --client COLUMN, or --client '' to deal records out at random"
@@ -324,7 +378,7 @@ def _with_person(answers: _Answers, table: Table, person: str | None, *, asks: b
     Where nobody answers, none is taken: only who holds the table knows whom an id is about.
     """
     if person is None and asks and (alike := _like_persons(answers, table)):
-        answer = _ask("Which column says whom a record is about (- for none)?", alike[0])
+        answer = _ask("Which says whom a record is about (- for none)?", alike[0], is_guess=True)
         person = "" if answer == "-" else answer
     if person and person not in table.columns:
         raise InputError(f"person = {person!r}: no such column; there are {', '.join(table.columns)}")
@@ -357,18 +411,70 @@ def _with_privacy(answers: _Answers, answer: str) -> _Answers:
     return replace(answers, budget=number) if words[:-1] else replace(answers, epsilon=number)
 
 
-def _ask(question: str, default: str) -> str:
-    answer: str = typer.prompt(question, default=default or None, prompt_suffix=" ")
+def _ask(question: str, default: str, *, is_guess: bool = False) -> str:
+    guess = f" A guess: {printable(default)}" if is_guess and default else ""
+    answer: str = typer.prompt(f"{question}{guess}", default=default or None, prompt_suffix=" ", show_default=not guess)
     return answer.strip()
 
 
-def _checked(written: str) -> tuple[str, ...]:
-    """The warnings about the data; refuses what a run would refuse of them, before anything is written."""
+def _hint(label: str) -> str:
+    """A guess that nobody takes by the enter key alone: what a model learns is said and not supposed."""
+    return f" A guess: {printable(label)}; type its name" if label else ""
+
+
+def _show(table: Table) -> None:
+    """The columns of the table, with the first values of each that differ."""
+    width = max(len(printable(name)) for name in table.columns)
+    typer.echo("Its columns, with values of each:")
+    for name in table.columns:
+        values = dict.fromkeys(value for value in table.names_of(name) if value is not None and value.strip())
+        shown = (
+            textwrap.shorten(printable(value), _SAMPLE_WIDTH, placeholder=" ...") for value in list(values)[:_SAMPLES]
+        )
+        typer.echo(f"  {printable(name):<{width}}  {' | '.join(shown)}")
+
+
+def _checked(written: str, table: Table) -> tuple[tuple[str, ...], str]:
+    """The warnings about the data, and why a run refuses them; empty if it does not.
+
+    Raises:
+        InputError: not the table, but what was said of it is refused.
+    """
     import tomllib
 
     from fedpriv.learning.data import federated
 
-    return federated.load(configuration.parse(tomllib.loads(written))).warnings
+    config = configuration.parse(tomllib.loads(written))
+    try:
+        return federated.load(config).warnings, ""
+    except InputError as error:
+        if not _refusals(config, table):
+            raise
+        return (), str(error)
+
+
+def _refusals(config: RunConfig, table: Table) -> list[Finding]:
+    """The likely mistakes of the table that a run refuses."""
+    from fedpriv.learning.data import CheckedColumns, Roles, mistakes
+
+    return [found for found in mistakes(CheckedColumns.of(table, Roles.of(config))) if found.refuses]
+
+
+def _to_be_mended(written: str, table: Table) -> str:
+    """Comments on what a run refuses of the table: kinds, columns and places, and no value of a cell."""
+    import tomllib
+
+    config = configuration.parse(tomllib.loads(written))
+    columns = {"person": config.person_column, "client": config.client_column, "label": config.label_column}
+    unit = "lines" if table.lines else "records"
+    lines = ["# To be mended before a run; `fedpriv data check` tells more, and its --fix mends a copy:"]
+    for found in _refusals(config, table):
+        column = next((name for role, name in columns.items() if role in found.kind), config.text_column)
+        places = ", ".join(map(str, found.places[:_PLACES]))
+        more = f" and {len(found.places) - _PLACES} more" if len(found.places) > _PLACES else ""
+        where = f", {unit} {places}{more}" if places else ""
+        lines.append(f"# - {found.kind.replace('_', ' ')}: column {json.dumps(column)}{where}")
+    return "\n".join([*lines, "", ""])
 
 
 def _write(place: Path, text: str) -> None:

@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import AsJson, OneOf, Result, StorePath, check_new_file, command, result_of, show, table
+from fedpriv.cli._command import (
+    AsJson,
+    ModelName,
+    OneOf,
+    Result,
+    StorePath,
+    check_new_file,
+    command,
+    result_of,
+    show,
+    table,
+)
 from fedpriv.errors import InputError
 from fedpriv.texts import printable
 
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
     from fedpriv.models.dedup.planning import DedupSettings
     from fedpriv.models.dedup.validation import Evaluator, PrivateQueries
     from fedpriv.models.dedup.work import Evaluators, Observer, Outcome, Progress
+    from fedpriv.models.variants.composition import Upload
     from fedpriv.models.variants.folders import Described
     from fedpriv.privacy.ledger.entries import DataSet
     from fedpriv.privacy.ledger.ledger import Ledger
@@ -100,7 +112,8 @@ def plan(
     settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness, max_distance=max_distance)
     if algorithm == LOSSLESS:
         raise InputError(f"algorithm = {algorithm!r}: stores every variant as it is, at its own epsilon; just run it")
-    found = planning.plan(list(_described(folder, epsilon_bound, utility_bound).values()), settings)
+    described = _described(folder, epsilon_bound, utility_bound).values()
+    found = planning.plan(list(described), settings)
     targets: dict[str, Any] = {
         name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
         for name, a in found.assignments.items()
@@ -111,6 +124,8 @@ def plan(
         for name, t in targets.items()
     ]
     lines += [f"{name}: stays as it is, {reason}" for name, reason in found.untouched.items()]
+    unknown = [each.name for each in described if each.history.is_unknown]
+    lines += [f"{name}: epsilon unknown, since nothing says what went into it" for name in unknown]
     return Result({"targets": targets, "untouched": dict(found.untouched)}, lines)
 
 
@@ -224,6 +239,84 @@ def run(
     show(summary, lines, as_json)
 
 
+@command(app, "import")
+def import_(
+    adapters: Annotated[list[Path], typer.Argument(metavar="ADAPTER...", help="Folders that peft wrote.")],
+    store: Annotated[Path, typer.Option(help="Folder of the store, which is made if it is missing.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Nobody's privacy depends on what they learned from.")
+    ] = False,
+    ledger: Annotated[Path | None, typer.Option(help="The ledger that was charged for them.")] = None,
+    client: Annotated[str, typer.Option(help="Whose records went into them, as `fedpriv ledger show` names it.")] = "",
+    model: ModelName = "",
+) -> Result:
+    """Put plain peft adapters into a store, bit for bit, from where `fedpriv serve` answers for all of them.
+
+    With --public each costs nobody anything. With --ledger and --client each counts all releases of the runs that the
+    client took part in, since nothing tells which of them it descends from. With neither its epsilon is unknown, and
+    infinite in every sum.
+
+    Example: fedpriv dedup import adapters/* --store store --public
+
+    Example: fedpriv dedup import adapters/* --store store --ledger node.sqlite --client 2
+    """
+    from fedpriv.models.dedup import pipeline
+    from fedpriv.models.dedup.algorithms import LOSSLESS
+    from fedpriv.models.variants import folders
+    from fedpriv.models.variants.store import Store
+
+    if public and (ledger or client):
+        raise InputError("public: says that nobody's records went into them; leave out --ledger and --client")
+    if (ledger is None) != (not client):
+        raise InputError("ledger, client: whose releases went into them takes both")
+    uploads, deltas = _charged(ledger, client) if ledger else (frozenset() if public else None, dict[str, float]())
+    where: dict[str, Path] = {}
+    found: dict[str, tuple[Described, str]] = {}
+    for path in adapters:
+        described, reason = folders.foreign(path, uploads, deltas, model=model)
+        if described.name in found:
+            raise InputError(f"ADAPTER = {str(path)!r}: another is named {described.name!r} too; rename its folder")
+        where[described.name], found[described.name] = path, (described, reason)
+    variants = [described for described, _ in found.values()]
+
+    def read(name: str) -> dict[str, Any]:
+        return folders.read_tensors(where[name])
+
+    settings = _settings(algorithm=LOSSLESS, block_size=_fitting(variants, read))
+    pipeline.check(variants, read, store, settings)
+    with Store(store) as opened:
+        outcomes = pipeline.deduplicate(variants, read, {}, opened, settings)
+        sizes = {"bytes_stored": opened.bytes_stored, "bytes_logical": opened.bytes_logical}
+    unserved = {name: reason for name, (_, reason) in found.items() if reason}
+    lines = [_line(outcome) for outcome in outcomes]
+    lines += [f"{name}: not served, {reason}" for name, reason in unserved.items()]
+    lines.append(f"{sizes['bytes_stored']} of {sizes['bytes_logical']} bytes stored; next: fedpriv serve {store}")
+    return Result({"variants": [asdict(each) for each in outcomes], "unserved": unserved, **sizes}, lines)
+
+
+def _charged(path: Path, client: str) -> tuple[frozenset[Upload], dict[str, float]]:
+    """All releases of the runs that a client took part in, and {data set: its delta}; InputError if there are none."""
+    from fedpriv.models.variants.composition import uploads_of
+    from fedpriv.privacy.ledger import reader, statement
+
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        own = statement.of_client(db, path, client, reader.holder_names(db, path, None))
+        known = {data_set.id: data_set for data_set in db.data_sets()}
+        runs = {record.run for data_set in own for record in db.runs(data_set.id)}
+        uploads = [each for run in runs for id_ in known for each in uploads_of(id_, db.releases_of(id_, run))]
+        deltas = {each.data_set: known[each.data_set].delta for each in uploads}
+        lost = [id_ for id_ in deltas if not db.is_known_in_full(id_)]
+        seeded = [r.run for id_ in deltas for r in db.runs(id_) if r.run in runs and r.noise_source != "secure"]
+    if lost:
+        raise InputError(f"ledger = {str(path)!r}: lacks releases of data set {lost[0]}, so no epsilon follows from it")
+    if seeded:
+        raise InputError(f"ledger = {str(path)!r}: the noise of run {seeded[0]} was seeded, which protects nobody")
+    if not uploads:
+        raise InputError(f"client = {client!r}: {path} has no release of this client; --public is for public data")
+    return frozenset(uploads), deltas
+
+
 @command(app)
 def restore(
     store: StorePath,
@@ -266,12 +359,14 @@ def list_(store: StorePath) -> Result:
     Example: fedpriv dedup list store
     """
     from fedpriv.models.variants.store import Store
-    from fedpriv.models.variants.stored import stored_models
+    from fedpriv.models.variants.stored import UNKNOWN, stored_models
 
     with Store(store, read_only=True) as opened:
         models = stored_models(opened)
         summary = {"bytes_stored": opened.bytes_stored, "bytes_logical": opened.bytes_logical}
     rows = [asdict(model) | {"bases": ", ".join(model.bases)} for model in models]
+    for row in rows:
+        row |= dict.fromkeys(("epsilon_before", "epsilon_after"), UNKNOWN) if row["origin_known"] is False else {}
     lines = [*table(rows, _COLUMNS), f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored"]
     return Result({"variants": [asdict(model) for model in models], **summary}, lines)
 
@@ -327,15 +422,23 @@ def _short(text: str) -> str:
 
 
 def _line(outcome: Outcome) -> str:
+    before, after = (_epsilon(each, outcome.origin_known) for each in (outcome.epsilon_before, outcome.epsilon_after))
     if outcome.untouched:
-        return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {outcome.epsilon_before:.4g}"
+        return f"{outcome.name}: stays as it is, {outcome.untouched}; epsilon {before}"
     needed = outcome.records_needed
     more = f" (more would take about {needed} validation records to prove)" if needed else ""
     return (
         f"{outcome.name}: {outcome.num_replaced} of {outcome.num_blocks} blocks replaced in "
         f"{outcome.num_validations} validations{more}, {_utility(outcome)}"
-        f"epsilon {outcome.epsilon_before:.4g} to {outcome.epsilon_after:.4g}"
+        f"epsilon {before} to {after}"
     )
+
+
+def _epsilon(epsilon: float, origin_known: bool) -> str:
+    """An epsilon for people; one of unknown origin is infinite in sums."""
+    from fedpriv.models.variants.stored import UNKNOWN
+
+    return f"{epsilon:.4g}" if origin_known else UNKNOWN
 
 
 def _utility(outcome: Outcome) -> str:

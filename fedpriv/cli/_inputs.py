@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,7 +57,8 @@ def check_data(
 
     Likely mistakes are told with their number and lines: names of clients or labels in two spellings, what is empty or
     repeated, rare classes, columns of ids. A run refuses some of them. With `--fix`, a cleaned copy is written: one
-    spelling for each name, no empty records, none twice; every change is listed.
+    spelling for each name, no empty records, none twice; every change is listed. It exits with 1 if a run would refuse
+    the table, or its copy.
 
     With a column of persons, also how many have several records, and who is named in two spellings or not at all.
 
@@ -117,13 +119,13 @@ def _with_mistakes(result: Result, table: Table, roles: Roles, fix: Path | None,
     lines = [*entries({key: value for key, value in read.items() if value}), *(result.lines or [])]
     lines += ["", *map(_as_line, found)] if found else []
     if fix is None:
-        return Result(values, lines)
+        return Result(values, lines, code=int(any(finding.refuses for finding in found)))
     mended = write_mended(table, roles, fix, keep=keep)
     values |= {"fixed": {"file": str(fix), "records": mended.num_records, "changes": mended.changes}}
     values |= {"mistakes_left": list(map(_as_object, mended.left))}
     lines += ["", f"{fix}: {counted(mended.num_records, 'record')}", *mended.changes]
     lines += [f"left: {_as_line(finding)}" for finding in mended.left]
-    return Result(values, lines)
+    return Result(values, lines, code=int(any(finding.refuses for finding in mended.left)))
 
 
 def _as_object(finding: Finding) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def _about_persons(values: Mapping[str, Any]) -> list[str]:
     return [
         "",
         f"With this person_column an epsilon is that of one person with all records at one client. Without it, it is "
-        f"that of one record, and the person with most, {most}, is protected as a group of {most} (docs/privacy.md).",
+        f"that of one record, and the person with most, {most}, counts as a group of {most} (`fedpriv docs privacy`).",
     ]
 
 
@@ -267,6 +269,29 @@ def _checked(file: Path) -> tuple[str, list[RunConfig], list[str]]:
     except InputError as error:
         problems.append(str(error))
     return kind, list(dict.fromkeys(configs)), list(dict.fromkeys(problems))
+
+
+@command(config_app)
+def keys(
+    word: Annotated[str, typer.Argument(metavar="[WORD]", help="In a key's name, or in what it means.")] = "",
+) -> Result:
+    """List the keys of a run's configuration, with their defaults and what they mean; or those that a word is about.
+
+    Example: fedpriv config keys noise
+    """
+    from fedpriv import config
+
+    known = config.schema()["properties"]
+    asked = {key: about for key, about in known.items() if word.lower() in f"{key} {about['description']}".lower()}
+    if not asked:
+        raise InputError(f"WORD = {word!r}: no key is about it; `fedpriv config keys` lists all")
+    values = {
+        key: {name: about[name] for name in ("default", "description", "x-group")} for key, about in asked.items()
+    }
+    lines = []
+    for key in sorted(asked, key=lambda key: word.lower() not in key):
+        lines += [f"{key} = {json.dumps(known[key]['default'])}", *textwrap.wrap(known[key]["description"], 100), ""]
+    return Result({"keys": values}, lines[:-1])
 
 
 @command(config_app)

@@ -40,15 +40,21 @@ License = Annotated[
 _COSTS = ("client", "epsilon_local", "epsilon_rho", "epsilon_aggregate", "delta")
 
 
-def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")]) -> dict[str, str]:
-    """Build a run's report.html again from its tables.
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    paper: Annotated[
+        Path | None, typer.Option(help="Folder for run.tex, with the sentence and the table, and for plots in PDF.")
+    ] = None,
+) -> dict[str, Any]:
+    """Build a run's report.html again from its tables; with --paper, also what a paper needs of it.
 
-    Example: fedpriv report results/20261121-042553-embedded
+    Example: fedpriv report results/20261121-042553-embedded --paper paper
     """
     from fedpriv.models.variants import stored_in
-    from fedpriv.runs.show import write_report
+    from fedpriv.runs.show import write_paper, write_report
 
-    return {"report": str(write_report(run_dir, stored_in(run_dir)))}
+    written = {"report": str(write_report(run_dir, stored_in(run_dir)))}
+    return written if paper is None else written | {"paper": list(map(str, write_paper(run_dir, paper)))}
 
 
 def status(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -34,16 +35,30 @@ _PROGRAMS = {
 }
 
 
+# What --help lists together, in this order; what is in none is research.
+_PANELS = {
+    "Every day": "init data config run status watch report predict export card push serve docs",
+    "Between institutions": "node coordinator app ledger evidence",
+}
+_RESEARCH = "Research, and what privacy costs"
+
+
 class ProgramGroup(TyperGroup):
-    """The commands of an app, and those of the programs, which come first; --help of the app loads no program."""
+    """The commands of an app, and those of the programs, by what they are for; --help of the app loads no program."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_PROGRAMS, *super().list_commands(ctx)]
+        known = [*_PROGRAMS, *super().list_commands(ctx)]
+        daily = [name for names in _PANELS.values() for name in names.split() if name in known]
+        return [*daily, *(name for name in known if name not in daily)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _PROGRAMS:
-            return super().get_command(ctx, cmd_name)
-        return click.Command(cmd_name, help=_PROGRAMS[cmd_name][2])
+        found = super().get_command(ctx, cmd_name)
+        if cmd_name in _PROGRAMS:
+            found = click.Command(cmd_name, help=_PROGRAMS[cmd_name][2])
+        panel = next((panel for panel, names in _PANELS.items() if cmd_name in names.split()), _RESEARCH)
+        if found is not None:
+            found.rich_help_panel = panel  # type: ignore[attr-defined]  # as typer asks all commands, click's own too
+        return found
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -83,6 +98,48 @@ def flower_app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="New f
     return Result({"folder": str(folder), "bundle": digest}, [f"{folder}: the Flower app; its bundle is {digest}"])
 
 
+def docs(
+    page: Annotated[str, typer.Argument(metavar="[PAGE]", help="Such as privacy, or privacy#persons for a part.")] = "",
+) -> Result:
+    """Print a page of the documentation; without a name, the names of all. Messages name pages as docs/PAGE.md.
+
+    Example: fedpriv docs privacy
+    """
+    from fedpriv.apps import PAGES
+
+    pages = {path.relative_to(PAGES).with_suffix("").as_posix(): path for path in sorted(PAGES.rglob("*.md"))}
+    name, _, anchor = page.partition("#")
+    name = name.removeprefix("docs/").removesuffix(".md")
+    if not name:
+        titles = {
+            name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in pages.items()
+        }
+        return Result({"pages": titles})
+    if name not in pages:
+        close = difflib.get_close_matches(name, pages, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "; `fedpriv docs` lists all"
+        raise InputError(f"PAGE = {page!r}: no such page{hint}")
+    text = pages[name].read_text(encoding="utf-8")
+    part = "".join(_part(text, anchor)) if anchor else text
+    if not part:
+        raise InputError(f"PAGE = {page!r}: {name} has no such part; `fedpriv docs {name}` prints the whole page")
+    return Result({"page": name, "text": part}, [part.rstrip("\n")])
+
+
+def _part(page: str, anchor: str) -> Iterator[str]:
+    """The lines of a page from the heading with this anchor to the next one of its level or above."""
+    level, is_code = 0, False
+    for line in page.splitlines(keepends=True):
+        is_code ^= line.startswith("```")
+        heading = None if is_code else re.match(r"(#+) (.*)", line)
+        if heading and level and len(heading[1]) <= level:
+            return
+        if heading and not level and re.sub(r"[^\w -]", "", heading[2]).strip().lower().replace(" ", "-") == anchor:
+            level = len(heading[1])
+        if level:
+            yield line
+
+
 app = typer.Typer(cls=ProgramGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 for of_costs in (account, calibrate, repeat_and_select, plan, report, communication):
     command(app)(of_costs)
@@ -91,6 +148,7 @@ app.command()(watch)
 for of_models in (predict, export, card, push):
     command(app)(of_models)
 command(app, "app")(flower_app)
+command(app)(docs)
 app.add_typer(_inputs.config_app, name="config")
 app.add_typer(_inputs.data_app, name="data")
 app.add_typer(_ledger.app, name="ledger")

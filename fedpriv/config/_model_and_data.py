@@ -287,8 +287,10 @@ class ExperimentSection(ConfigSection, title="Execution"):
     """How a run is repeated, and what it is compared with."""
 
     seed: Annotated[int, Field(ge=0), Fact.RELEASE | Fact.RECORDS | Fact.RELOADS] = 0
-    """of the initial adapter, the selection of clients, the partition and the test split; with `simulate`, of
+    """of the initial adapter, the selection of clients and, without `data_seed`, the data; with `simulate`, of
     everything"""
+    data_seed: Annotated[Annotated[int, Field(ge=0)] | None, Maybe, Fact.RECORDS | Fact.RELOADS] = None
+    """of the partition and the test split alone, so that runs of several seeds share their data; empty: `seed`"""
     simulate: Annotated[bool, Fact.RELOADS] = False
     """noise and sampling use the seed: the run can be reproduced to the bit, and is marked *not private*"""
     comparison: Annotated[bool | None, Maybe] = None
@@ -297,6 +299,11 @@ class ExperimentSection(ConfigSection, title="Execution"):
     baselines: Annotated[bool | None, Maybe, Fact.RELOADS | Fact.TEXTS] = None
     """plain classifiers [to compare with](configuration.md#what-an-accuracy-is-compared-with); empty: for classifiers
     tested on public data"""
+
+    @property
+    def seed_of_data(self) -> int:
+        """The seed of the partition and the test split."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def noise_source(self) -> str:

@@ -131,11 +131,13 @@ class SweepPoint:
         varied: {key: value} of what the file lets vary.
         values: {key: value} of all that are given; a batch size that follows the smallest client is 1.
         auto_batch: whether it does.
+        is_chosen: whether it has the values that were asked for of keys that vary.
     """
 
     varied: Mapping[str, Any]
     values: Mapping[str, Any]
     auto_batch: bool
+    is_chosen: bool
 
 
 def is_sweep(values: Mapping[str, Any]) -> bool:
@@ -151,23 +153,31 @@ def sweep_points(
     Args:
         values: run keys, and perhaps a `title`, a `grid` and `runs`.
         source: where they come from, for errors.
-        overrides: change the keys of every run; of those that vary, the engine alone.
+        overrides: change the keys of every run. Of a key that varies, other than the engine, they choose the runs that
+            have this value.
 
     Raises:
-        InputError: the grid or the runs have another form, or a key must not be there.
+        InputError: the grid or the runs have another form, a key must not be there, or no run has the values.
     """
     base = dict(values)
     title = base.pop("title", title)
     grid, listed = base.pop("grid", {}), base.pop("runs", [{}])
     _check_sweep(source, grid, listed)
     keys = tuple(dict.fromkeys([*(key for run in listed for key in run), *grid]))
-    for key in set(keys) & set(overrides or ()) - {"engine"}:
-        raise InputError(f"{key}: {source} has runs of several values of it; change them there")
+    given = dict(overrides or {})
+    chosen = {key: given.pop(key) for key in keys if key in given and key != "engine"}
     found = []
     for run in listed:
         for options in product(*grid.values()):
             varied = {**run, **dict(zip(grid, options, strict=True))}
-            found.append(_point(with_overrides(base, {**varied, **(overrides or {})}), varied))
+            own = {**base, **varied}
+            is_chosen = all(own.get(key, getattr(RunConfig, key, None)) == value for key, value in chosen.items())
+            found.append(_point(with_overrides(base, {**varied, **given}), varied, is_chosen=is_chosen))
+    if not any(point.is_chosen for point in found):
+        asked = ", ".join(f"{key} = {value!r}" for key, value in chosen.items())
+        known = {key: list(dict.fromkeys(str(p.varied[key]) for p in found if key in p.varied)) for key in chosen}
+        there = "; ".join(f"{key}: {', '.join(values)}" for key, values in known.items())
+        raise InputError(f"{asked}: no run of {source} has it; there are {there}")
     return str(title), keys, found
 
 
@@ -181,14 +191,15 @@ def _check_sweep(source: str, grid: Any, listed: Any) -> None:
         raise InputError(f"{source}: runs = {listed!r}: must be tables, each under [[runs]]")
 
 
-def _point(values: dict[str, Any], varied: dict[str, Any]) -> SweepPoint:
+def _point(values: dict[str, Any], varied: dict[str, Any], *, is_chosen: bool) -> SweepPoint:
     for key in RunConfig.keys_with(Fact.BY_SWEEP):
         if values.get(key):
             raise InputError(f"{key} = {values[key]!r}: the sweep sets it for every run; leave it out")
     if "track" in varied:
         raise InputError(f"track = {varied['track']!r}: one tracker shows the whole sweep; give it outside of the grid")
     auto = values.get("batch_size") == _AUTO
-    return SweepPoint(varied=varied, values={**values, "batch_size": 1} if auto else values, auto_batch=auto)
+    values = {**values, "batch_size": 1} if auto else values
+    return SweepPoint(varied=varied, values=values, auto_batch=auto, is_chosen=is_chosen)
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:

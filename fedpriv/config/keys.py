@@ -125,6 +125,7 @@ class _CommonKeys(TypedDict, total=False):
 
     # Execution
     seed: int
+    data_seed: int | None
     simulate: bool
     comparison: bool | None
     baselines: bool | None

@@ -91,6 +91,30 @@ def asked_first(view: str) -> tuple[str, ...]:
     return (view, *(name for name in ("aggregate", "local", "rho") if name != view))
 
 
+def told_first(view: str) -> tuple[str, ...]:
+    """The views that lines tell of, the one that a target or budget was set on first: `rho` where it is that one."""
+    return tuple(name for name in asked_first(view) if name != "rho" or view == "rho")
+
+
+def best_baseline(summary: Mapping[str, Any]) -> tuple[str, float] | None:
+    """The plain classifier that gets most right, by name, with its accuracy; None if none was trained."""
+    named = {"linear probe": summary.get("probe_accuracy"), "TF-IDF": summary.get("tfidf_accuracy")}
+    known = [(accuracy, name) for name, accuracy in named.items() if accuracy is not None]
+    return max(known)[::-1] if known else None
+
+
+def bought(summary: Mapping[str, Any]) -> tuple[float, str, str]:
+    """The largest epsilon on the run's view, whose it is, and against whom it holds."""
+    from fedpriv.privacy.accounting.views import readers_label  # deferred: it imports the accountants
+
+    view, unit = summary["privacy_view"], summary["unit"]
+    if view == "aggregate" and (summary["aggregate_objections"] or summary.get("epsilon_aggregate_max") is None):
+        view = "local"
+    against = {"local": "the server, which sees every upload", "rho": "the server, by Theorem 1 of DP-LoRA"}
+    whom = against.get(view) or f"{readers_label(summary.get('num_readers', 0))}, who learn sums alone"
+    return parse_epsilon(summary[f"epsilon_{view}_max"]), f"one {unit}", whom
+
+
 def _round_up(value: float, figures: int) -> str:
     """The value rounded up to at most so many figures, without trailing zeros: 0.05, 1e-5, 8.4e-6."""
     number = Decimal(repr(float(value)))
@@ -127,7 +151,7 @@ def _closing_line(summary: Mapping[str, Any]) -> str:
         summary: of a run, with the keys of `RunFolder.checked`; the target of a run of an earlier version is not known.
     """
     view = summary["privacy_view"]
-    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}
+    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in told_first(view)}
     others = ", ".join(f"{name} {format_bound(e)}" for name, e in epsilons.items() if name != view and e is not None)
     limit, own = limit_of(summary.get("target_epsilon"), summary["budget_epsilon"]), ""
     if parts := account_parts(summary):
@@ -204,7 +228,6 @@ class Figure:
         read: its value; None if this run has none, or none yet.
         on: the pages that show it: `fedpriv status` and a report before the end, the closing table, the report, the
             trackers (of finished runs, and numbers alone), the model card (of the run's final model) and `Run.summary`.
-        has_dash: whether a missing value is shown as a dash, where it applies; else the figure is left out.
         is_wide: whether a tile needs room for a sentence.
     """
 
@@ -214,7 +237,6 @@ class Figure:
     text: Callable[[Any], str] = str
     _: KW_ONLY
     on: frozenset[Page] = EVERY_PAGE
-    has_dash: bool = False
     applies: Callable[[RunFolder], bool] = lambda folder: True
     is_alarming: Callable[[RunFolder], bool] = lambda folder: False
     is_wide: bool = False
@@ -239,13 +261,13 @@ def figures(folder: RunFolder, page: Page) -> tuple[ShownFigure, ...]:
             key=figure.key,
             label=figure.label if isinstance(figure.label, str) else figure.label(folder),
             value=value,
-            text=MISSING if value is None else figure.text(value),
+            text=figure.text(value),
             is_alarming=figure.is_alarming(folder),
             is_wide=figure.is_wide,
         )
         for figure in FIGURES
         if page in figure.on and figure.applies(folder)
-        if (value := figure.read(folder)) is not None or figure.has_dash
+        if (value := figure.read(folder)) is not None
     )
 
 
@@ -260,7 +282,7 @@ def _measured(page: Page, key: str, label: str | Callable[[RunFolder], str], **o
     """
     of_language = key.startswith("perplexity")
     if page == "report":
-        options = {"has_dash": True, "applies": lambda f: counts_next_tokens(f.summary) == of_language} | options
+        options = {"applies": lambda f: counts_next_tokens(f.summary) == of_language} | options
     text = _four_digits if page == "card" else format_number if of_language else format_percent
     read = _accuracy_without_noise if key == "accuracy_non_private" else lambda f: f.summary.get(key)
     return Figure(key, label, read, text, on=_on(page), **options)
@@ -311,7 +333,7 @@ def _epsilons(folder: RunFolder) -> str:
     texts[run.privacy_view] += f" of {limit[0]} {limit[1]:g}" if limit else ""
     if run.aggregate_view_holds is False:
         texts["aggregate"] = "aggregate does not hold"
-    return own + ", ".join(texts[name] for name in asked_first(run.privacy_view))
+    return own + ", ".join(texts[name] for name in told_first(run.privacy_view))
 
 
 def _delta(folder: RunFolder) -> str:
@@ -371,6 +393,23 @@ def _charged_again(folder: RunFolder) -> str | None:
     return f"{which} {named} charged more than once: what an interrupted attempt released counts too{above}"
 
 
+def _bought_label(folder: RunFolder) -> str:
+    """Whose epsilon the report leads with, at which delta, and against whom."""
+    _, whose, against = bought(folder.summary)
+    seeded = ", had its noise been secret" if folder.summary["noise_source"] != "secure" else ""
+    return f"ε of {whose} at δ = {format_delta(folder.summary['delta_max'])}, against {against}{seeded}"
+
+
+def _best_label(folder: RunFolder) -> str:
+    found = best_baseline(folder.summary)
+    return f"best baseline: {found[0] if found else ''}, no privacy"
+
+
+def _best(folder: RunFolder) -> float | None:
+    found = best_baseline(folder.summary)
+    return found[1] if found else None
+
+
 def _alone(folder: RunFolder) -> str | None:
     """The accuracies of the holders' own models, the largest class beside them; None where none was trained."""
     summary = folder.summary
@@ -400,13 +439,14 @@ FIGURES: tuple[Figure, ...] = (
     Figure("spent", "spent", _spent, on=_on("closing")),
     Figure("risk", "risk", _risk, on=_on("terminal", "closing")),
     _measured("report", "perplexity", _trained_label("Perplexity")),
+    _measured("report", "accuracy", _trained_label("Accuracy")),
+    Figure("bought", _bought_label, lambda folder: bought(folder.summary)[0], format_bound, on=_on("report")),
+    Figure("best_baseline", _best_label, _best, format_percent, on=_on("report")),
     _measured("report", "perplexity_non_private", "Without noise (z = 0, still clipped)"),
     _measured("report", "perplexity_initial", "Untrained"),
-    _measured("report", "accuracy", _trained_label("Accuracy")),
     _measured("report", "accuracy_non_private", "Without noise (z = 0, still clipped)"),
+    _measured("report", "majority_accuracy", "Largest class"),
     _measured("report", "accuracy_initial", "Untrained"),
-    _measured("report", "probe_accuracy", "Linear probe, no privacy", has_dash=False),
-    _measured("report", "majority_accuracy", "Largest class", has_dash=False),
     _measured("report", "chance_accuracy", "Chance", applies=_is_compared_with_chance),
     _measured("card", "accuracy", "accuracy"),
     _measured("card", "accuracy_initial", "accuracy before training"),

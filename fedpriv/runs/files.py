@@ -55,8 +55,8 @@ SWEEP_PLAN = "sweep.json"  # what is planned: title and runs, written before the
 SWEEP_TABLE = "sweep.csv"  # written at the end, or when the sweep is interrupted
 UNFINISHED = "unfinished"  # earlier attempts, whose releases count
 
-# The digest of a configuration, which names the folder of a sweep's run.
-SWEEP_KEY = re.compile(r"[0-9a-f]{16}")
+# What varies and a digest of the configuration, which name the folder of a sweep's run.
+SWEEP_KEY = re.compile(r"[A-Za-z0-9+][A-Za-z0-9.+-]{0,79}-[0-9a-f]{8}")
 
 # Keys whose values may be infinite.
 _BOUND = re.compile(r"epsilon|\bmu(_|$)")

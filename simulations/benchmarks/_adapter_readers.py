@@ -42,7 +42,7 @@ def make_adapters(folder: Path, num_variants: int) -> None:
                 epsilon_bound=0.0,
                 utility_bound=0.0,
                 deltas={},
-                history=History(name=name),
+                history=History(name=name, ancestors=frozenset()),
             )
             store.add(name, layout, *layout.to_blocks(tensors), described=described)
             folders.write(folder / "variants" / name, described, tensors)

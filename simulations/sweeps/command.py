@@ -41,12 +41,12 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
         InputError: an option or the machine cannot be used, or another process runs the sweep or a run of it; before
             anything is run.
     """
-    at_once = max_parallel if max_parallel is not None else min(os.cpu_count() or 1, len(planned.runs))
+    at_once = max_parallel if max_parallel is not None else min(os.cpu_count() or 1, len(planned.chosen))
     if at_once < 1:
         raise InputError(f"max_parallel = {at_once}: must be >= 1")
-    if at_once > 1 and any(run.config.engine == "ray" for run in planned.runs):
+    if at_once > 1 and any(run.config.engine == "ray" for run in planned.chosen):
         raise InputError("engine = ray: each run takes all cores; use --max-parallel 1, or another engine")
-    for problem in preflight.problems(run.config for run in planned.runs if not files.is_finished(out / run.key)):
+    for problem in preflight.problems(run.config for run in planned.chosen if not files.is_finished(out / run.key)):
         raise InputError(problem)
     out.mkdir(parents=True, exist_ok=True)
     with marked_alive(out):
@@ -73,7 +73,7 @@ def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> Finishe
                         for look in (partial(display.update, states), page.update, follow):
                             look()
 
-                    errors = run_all(planned, out, at_once=at_once, on_change=tell)
+                    errors = run_all(planned, out, at_once=at_once, on_change=tell, on_progress=display.progressed)
             finally:
                 finished = _written(planned, out, errors)
                 page.end()
@@ -107,6 +107,7 @@ def _written(planned: Sweep, out: Path, errors: dict[str, str]) -> FinishedSweep
         plots=drawn,
         spending=spent,
         errors=errors,
+        is_finished=all(files.is_finished(out / run.key) for run in planned.chosen),
         _table=frame,
         _pivot=pivoted,
         _figures=partial(plots.figures_of, frame, planned),
@@ -135,11 +136,14 @@ def _show(finished: FinishedSweep, planned: Sweep, console: Console) -> None:
         console.print(f"{what:<8} {from_here(path)}", soft_wrap=True, markup=False)
 
 
-_STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red"}
+_STYLES = {"waiting": "dim", "running": "bold", "done": "green", "failed": "bold red", "left out": "dim"}
+
+# A pipe gets a line of the run under way no more often.
+_PIPE_SECONDS = 8.0
 
 
 class _SweepDisplay:
-    """Follows a sweep; a context manager. Without a terminal it prints one line for each run that ends.
+    """Follows a sweep; a context manager. Without a terminal it prints a line where a run begins, goes on or ends.
 
     Args:
         console: where to.
@@ -150,8 +154,9 @@ class _SweepDisplay:
     def __init__(self, console: Console, sweep: Sweep, out: Path) -> None:
         self._console, self._sweep, self._out = console, sweep, out
         self._states: dict[str, str] = {}
-        self._started = time.monotonic()
-        self._live = Live(console=console, auto_refresh=False, get_renderable=self._table)
+        self._started = self._printed = time.monotonic()
+        self._now = ""
+        self._live = Live(console=console, refresh_per_second=1, get_renderable=self._table)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -167,22 +172,34 @@ class _SweepDisplay:
 
     def update(self, states: Mapping[str, str]) -> None:
         """Show the runs' states."""
-        before, self._states = self._states, dict(states)
+        before, self._states, self._now = self._states, dict(states), ""
         if self._console.is_terminal:
             self._live.refresh()
             return
-        for number, run in enumerate(self._sweep.runs, start=1):
+        for run in self._sweep.runs:
             state = states[run.key]
-            if state in ("done", "failed") and before.get(run.key) != state:
-                outcome = "was finished before" if not before else state
-                line = f"run {number}/{len(self._sweep.runs)} {run_name(run.varied)}: {outcome}"
-                self._console.print(line, soft_wrap=True, markup=False)
+            if state in ("running", "done", "failed") and before.get(run.key) != state:
+                self._print(run, "was finished before" if not before else state)
+            elif state == "running" and time.monotonic() - self._printed >= _PIPE_SECONDS:
+                self._print(run, _so_far(self._out / run.key, run.config.rounds))
+
+    def progressed(self, run: PlannedRun, what: str) -> None:
+        """Show what the run under way does just now."""
+        self._now = f"{run_name(run.varied)}: {what}"
+        if not self._console.is_terminal and time.monotonic() - self._printed >= _PIPE_SECONDS:
+            self._print(run, f"{_so_far(self._out / run.key, run.config.rounds)}, {what}")
+
+    def _print(self, run: PlannedRun, what: str) -> None:
+        self._printed = time.monotonic()
+        place = f"run {self._sweep.runs.index(run) + 1}/{len(self._sweep.runs)}"
+        self._console.print(f"{place} {run_name(run.varied)}: {what}", soft_wrap=True, markup=False, highlight=False)
 
     def _table(self) -> RenderableType:
-        counts = [f"{sum(s == state for s in self._states.values())} {state}" for state in _STYLES]
+        numbers = {state: list(self._states.values()).count(state) for state in _STYLES}
+        counts = [f"{number} {state}" for state, number in numbers.items() if number or state != "left out"]
         elapsed = time.strftime("%H:%M:%S", time.gmtime(time.monotonic() - self._started))
         title = f"{self._sweep.title}: {', '.join(counts)}, {elapsed}"
-        table = Table(title=escape(title), box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=escape(title), caption=escape(self._now), box=box.SIMPLE_HEAD, pad_edge=False)
         for header in ("run", "state", "round", "accuracy", "ε local"):
             table.add_column(header, justify="left" if header in ("run", "state") else "right", no_wrap=True)
         for run in self._visible():
@@ -200,7 +217,7 @@ class _SweepDisplay:
     def _visible(self) -> list[PlannedRun]:
         """The first runs, as many as the terminal has lines for, running ones first."""
         num_lines = max(3, self._console.height - 7)
-        order = {"running": 0, "failed": 1, "waiting": 2, "done": 3}
+        order = {"running": 0, "failed": 1, "waiting": 2, "done": 3, "left out": 4}
         if len(self._sweep.runs) <= num_lines:
             return list(self._sweep.runs)
         return sorted(self._sweep.runs, key=lambda run: order[self._states.get(run.key, "waiting")])[:num_lines]
@@ -241,6 +258,13 @@ def _progress(folder: Path) -> tuple[int, str, str]:
         return 0, "", ""
     last = rounds[-1]
     return last["round"], _accuracy(last["test_accuracy"]), format_bound(last["epsilon_local_max"])
+
+
+def _so_far(folder: Path, num_rounds: int) -> str:
+    """A run's progress in a line: its last round, with accuracy and epsilon as far as they are known."""
+    round_, accuracy, epsilon = _progress(folder)
+    figures = [f"accuracy {accuracy}" if accuracy else "", f"ε ≤ {epsilon}" if round_ and epsilon else ""]
+    return ", ".join(filter(None, (f"round {round_} of {num_rounds}", *figures)))
 
 
 def _accuracy(accuracy: float | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,10 +16,13 @@ from typing import Any
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig, SweepPoint, Track
 from fedpriv.learning.data import federated
-from fedpriv.runs.show import check_installed
+from fedpriv.runs.show import check_installed, run_name
 
 # The largest batch size that follows the smallest client.
 _LARGEST_AUTO = 64
+
+# Of what varies, in the name of a folder.
+_LONGEST_NAME = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +30,18 @@ class PlannedRun:
     """One run of a sweep.
 
     Attributes:
-        key: digest of the configuration as written, which names the run's folder.
+        key: names the run's folder: what varies, and a digest of the configuration as written.
         varied: {configuration key: value} of the keys that differ between runs.
         config: of the run, without a folder; an `auto` batch size is 1 here.
         auto_batch: whether the batch size follows the smallest client.
+        is_chosen: whether it is to be run now.
     """
 
     key: str
     varied: dict[str, Any]
     config: RunConfig
     auto_batch: bool
+    is_chosen: bool = True
 
     def placed(self, folder: Path) -> RunConfig:
         """The configuration to run, with its folder and batch size.
@@ -65,6 +71,11 @@ class Sweep:
     keys: tuple[str, ...]
     runs: tuple[PlannedRun, ...]
     track: Track = "none"
+
+    @property
+    def chosen(self) -> tuple[PlannedRun, ...]:
+        """The runs that are to be run now."""
+        return tuple(run for run in self.runs if run.is_chosen)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, from which `fedpriv watch` shows runs that have not begun."""
@@ -111,10 +122,11 @@ def _track(value: Any) -> Track:
 def _planned(point: SweepPoint, keys: tuple[str, ...]) -> PlannedRun:
     config = configuration.parse(point.values)
     written = json.dumps([asdict(config), point.auto_batch], sort_keys=True)
-    key = hashlib.sha256(written.encode()).hexdigest()[:16]
     # A key that only other runs name has the value of the base, or the default.
     complete = {name: point.varied.get(name, getattr(config, name)) for name in keys}
-    return PlannedRun(key=key, varied=complete, config=config, auto_batch=point.auto_batch)
+    name = re.sub(r"[^A-Za-z0-9.+]+", "-", run_name(complete, lambda _: True))[:_LONGEST_NAME].strip("-.")
+    key = f"{name}-{hashlib.sha256(written.encode()).hexdigest()[:8]}"
+    return PlannedRun(key=key, varied=complete, config=config, auto_batch=point.auto_batch, is_chosen=point.is_chosen)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,7 @@ class FinishedSweep:
         spending: what all runs cost together, on the `local` view, unfinished attempts included. This, and not a run's
             own epsilon, covers choosing the best of them.
         errors: {name of a run's folder: why the run failed}.
+        is_finished: whether every run that was asked for is finished.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class FinishedSweep:
     plots: tuple[Path, ...]
     spending: SweepSpending
     errors: Mapping[str, str]
+    is_finished: bool
     _table: pd.DataFrame = field()
     _pivot: pd.DataFrame | None = field()
     _figures: Callable[[], Mapping[str, Figure]] = field()
@@ -87,11 +89,6 @@ class FinishedSweep:
         """The finished runs, in the order of the table."""
         folders = [self.folder / str(name) for name in self._table["folder"]]
         return tuple(open_run(folder) for folder in folders if files.is_finished(folder))
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every run is finished."""
-        return bool((self._table["status"] == "done").all())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.folder.name!r}: {self._outcome()})"

@@ -24,7 +24,7 @@ from simulations.sweeps.plan import PlannedRun, Sweep
 
 _POLL_SECONDS = 0.5
 
-# Called at every change with {run's key: `waiting`, `running`, `done` or `failed`}.
+# Called at every change with {run's key: `waiting`, `left out`, `running`, `done` or `failed`}.
 _OnChange = Callable[[Mapping[str, str]], None]
 
 
@@ -34,24 +34,33 @@ def _is_finished(run: PlannedRun, out: Path) -> bool:
 
 
 def attempts(sweep: Sweep, out: Path) -> list[Path]:
-    """The folders of all runs and of earlier attempts, which may have released something too."""
-    own = [out / run.key for run in sweep.runs if (out / run.key).is_dir()]
+    """The folders of all runs, of earlier plans too, and of earlier attempts: each may have released something."""
+    planned = {run.key for run in sweep.runs}
+    named = (path for path in sorted(out.glob("*")) if path.name in planned or files.SWEEP_KEY.fullmatch(path.name))
+    own = [path for path in named if path.is_dir()]
     return own + sorted(path for path in (out / files.UNFINISHED).glob("*") if path.is_dir())
 
 
-def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange) -> dict[str, str]:
-    """Run all that are not finished, and return {run's key: why it failed}.
+# Called with a run in this process and what it does just now.
+_OnProgress = Callable[[PlannedRun, str], None]
+
+
+def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange, on_progress: _OnProgress) -> dict[str, str]:
+    """Run all chosen ones that are not finished, and return {run's key: why it failed}.
 
     Args:
         sweep: the plan.
         out: the sweep's folder; each run has a folder in it, named by its key.
         at_once: how many runs to execute at a time; 1 stays in this process, more need Ray.
         on_change: called at every change.
+        on_progress: called within the rounds of a run, where runs stay in this process.
 
     Raises:
         InputError: another process runs one of them, or Ray is needed and not installed.
     """
-    states = {run.key: "done" if _is_finished(run, out) else "waiting" for run in sweep.runs}
+    states = {
+        run.key: "done" if _is_finished(run, out) else "waiting" if run.is_chosen else "left out" for run in sweep.runs
+    }
     on_change(states)
     missing = [run for run in sweep.runs if states[run.key] == "waiting"]
     for run in missing:  # all are looked at before one is moved
@@ -60,17 +69,23 @@ def run_all(sweep: Sweep, out: Path, *, at_once: int, on_change: _OnChange) -> d
         _set_aside(out / run.key, out / files.UNFINISHED)
     if not missing:
         return {}
-    run_missing = _in_this_process if at_once == 1 else _on_ray
-    return run_missing(missing, out, at_once, states, on_change)
+    if at_once == 1:
+        return _in_this_process(missing, out, states, on_change, on_progress)
+    return _on_ray(missing, out, at_once, states, on_change)
 
 
-def _run_one(run: PlannedRun, folder: Path, on_round: Callable[[], None] = lambda: None) -> str | None:
+def _run_one(
+    run: PlannedRun,
+    folder: Path,
+    on_round: Callable[[], None] = lambda: None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> str | None:
     """Why the run failed, in one line; None once it is finished. The traceback is in FOLDER.txt."""
     try:
         forget_changed(run.config)
         config = run.placed(folder)
         _check_data(config, folder)
-        federation.run(config, _Silent(on_round))
+        federation.run(config, _Silent(on_round, on_progress))
     except Exception as error:  # one run must not end the sweep
         folder.with_suffix(".txt").write_text(traceback.format_exc(), encoding="utf-8")
         if isinstance(error, (InputError, LedgerError, TooFewClientsError)):
@@ -95,8 +110,8 @@ def _check_data(config: RunConfig, folder: Path) -> None:
 class _Silent:
     """An observer that shows nothing: the sweep's display reads what each run writes."""
 
-    def __init__(self, on_round: Callable[[], None]) -> None:
-        self._on_round = on_round
+    def __init__(self, on_round: Callable[[], None], on_progress: Callable[[str], None]) -> None:
+        self._on_round, self._on_progress = on_round, on_progress
 
     def started(
         self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
@@ -109,6 +124,7 @@ class _Silent:
 
     def progressed(self, progress: RunProgress) -> None:
         """Something is going on."""
+        self._on_progress(progress.text if progress.round is None else f"round {progress.round}, {progress.text}")
 
     def round_done(self, row: RoundRow) -> None:
         """A round is over."""
@@ -130,13 +146,13 @@ def _set_aside(folder: Path, unfinished: Path) -> None:
 
 
 def _in_this_process(
-    runs: Sequence[PlannedRun], out: Path, at_once: int, states: dict[str, str], on_change: _OnChange
+    runs: Sequence[PlannedRun], out: Path, states: dict[str, str], on_change: _OnChange, on_progress: _OnProgress
 ) -> dict[str, str]:
     errors: dict[str, str] = {}
     for run in runs:
         states[run.key] = "running"
         on_change(states)
-        error = _run_one(run, out / run.key, partial(on_change, states))
+        error = _run_one(run, out / run.key, partial(on_change, states), partial(on_progress, run))
         if error is not None:
             errors[run.key] = error
         states[run.key] = "failed" if error else "done"

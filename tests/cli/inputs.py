@@ -1,10 +1,14 @@
 """Small inputs of the commands: variants to deduplicate, a ledger, tables, scores."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
+from fedpriv.learning.adapters import quiet_transformers
 from fedpriv.models.variants import folders
 from fedpriv.models.variants.composition import History
 from fedpriv.privacy.accounting.events import SubsampledGaussian
@@ -76,6 +80,17 @@ def write_ledger(path: Path, event: SubsampledGaussian) -> Path:
                     release = Release(event=event, rho_bar=0.7)
                     ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source=source)])
     return path
+
+
+def write_plain_adapter(folder: Path, base: str, kind: str = "LORA") -> None:
+    """An adapter as peft's `save_pretrained` leaves it, of the tiny causal model of `tests.chats`."""
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(folder.parents[1] / base)
+        get_peft_model(model, config).save_pretrained(folder)
+    values = json.loads((folder / "adapter_config.json").read_text())
+    named = values | {"base_model_name_or_path": base, "peft_type": kind}
+    (folder / "adapter_config.json").write_text(json.dumps(named))
 
 
 def write_plain_table(path: Path) -> Path:

@@ -4,14 +4,24 @@ from pathlib import Path
 
 import pytest
 import safetensors.numpy
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
+from fedpriv.learning.adapters import quiet_transformers
 from fedpriv.models.dedup.distance import nearest
+from fedpriv.models.publishing import saved
+from fedpriv.models.serving.http.cards import Cards
+from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import PureEpsilon
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.ledger import Ledger
+from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv, loading
-from tests.cli.inputs import write_study
+from tests.cli.inputs import write_ledger, write_plain_adapter, write_study
 from tests.foreign import planted
-from tests.stores import basis_sizes
+from tests.stores import EVENT, basis_sizes
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +150,56 @@ def test_another_command_for_the_same_store_is_refused_before_the_evaluator_is_a
         assert out == ""
         assert "from other settings" in err or "has blocks of 128" in err
         assert err.count("\n") == 1
+
+
+def test_plain_adapters_come_into_a_store_at_what_is_known_of_their_origin(tmp_path):
+    base = chat_model(tmp_path / "base")
+    for name, kind in (("task-0", "LORA"), ("task-1", "LORA"), ("odd", "LOHA")):
+        write_plain_adapter(tmp_path / "adapters" / name, "base", kind)
+    adapters = [f"adapters/{name}" for name in ("task-0", "task-1", "odd")]
+    done = as_json("dedup", "import", *adapters, "--store", "unknown", folder=tmp_path)
+    assert [(v["origin_known"], v["epsilon_after"]) for v in done["variants"]] == [(False, "inf")] * 3
+    assert done["unserved"] == {"odd": "peft_type = 'LOHA': plain LoRA alone is served"}
+    assert done["bytes_stored"] <= done["bytes_logical"], "never more than the files"
+    lines = fedpriv("dedup", "import", *adapters[:2], "--store", "again", folder=tmp_path)[0].splitlines()
+    assert lines[0] == "task-0: stays as it is, it is stored without loss; epsilon unknown"
+    assert lines[-1].endswith("next: fedpriv serve again")
+    assert fedpriv("dedup", "list", "unknown", folder=tmp_path)[0].count("unknown") == 6
+    card = Cards(tmp_path / "unknown").card("task-0")
+    assert (card["epsilon"], card["note"]) == ("inf", "nothing says what went into it: take it as not private")
+
+    public = as_json("dedup", "import", *adapters[:2], "--store", "public", "--public", folder=tmp_path)
+    assert [(v["origin_known"], v["epsilon_after"]) for v in public["variants"]] == [(True, 0.0)] * 2
+    restored = saved.load(saved.find(tmp_path / "public", variant="task-1", model=str(base)))
+    with quiet_transformers():
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters" / "task-1")
+    tokens = torch.tensor([[1, 5, 9, 2]])
+    assert torch.equal(restored.peft_model(tokens).logits, plain.eval()(tokens).logits)
+
+    write_ledger(tmp_path / "ledger.sqlite", EVENT)
+    charged = ["--ledger", "ledger.sqlite", "--client", "0"]
+    _, err = fedpriv("dedup", "import", *adapters[:1], "--store", "s", *charged, folder=tmp_path, code=2)
+    assert "was seeded, which protects nobody" in err
+    with Ledger(tmp_path / "own.sqlite") as ledger:
+        for client, num_rounds in (("0", 2), ("1", 3)):
+            id_ = ledger.register(client, 100, 1e-5).id
+            for round_ in range(num_rounds):
+                key = Key(run="r", client=client, round=round_, request="x")
+                release = Release(event=EVENT, rho_bar=1.0)
+                ledger.charge([Charge(key=key, data_set=id_, release=release, noise_source="secure")])
+    own = ["--ledger", "own.sqlite", "--client", "0"]
+    of_run = as_json("dedup", "import", adapters[0], "--store", "own", *own, folder=tmp_path)
+    # Of the run, and not of the client alone: a model of a federation descends from all uploads.
+    assert of_run["variants"][0]["epsilon_after"] == epsilon_of([EVENT.with_count(3)], 1e-5).epsilon
+    for wrong, why in (
+        (["--public", *own], "leave out --ledger and --client"),
+        (own[:2], "takes both"),
+        (["--ledger", "own.sqlite", "--client", "9"], "9"),
+    ):
+        _, err = fedpriv("dedup", "import", adapters[0], "--store", "w", *wrong, folder=tmp_path, code=2)
+        assert err.count("\n") == 1, err
+        assert why in err
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_base_goes_with_its_targets_and_gc_gives_its_space_back(study, tmp_path):

@@ -94,3 +94,14 @@ def test_what_no_run_may_do_is_told_at_once_without_a_look_at_files(file):
     code, lines = check(file, text, "--no-files")
     assert code == 2
     assert [line.split(":")[0] for line in lines] == ["noise_multiplier = 0", "privacy_view = aggregate"]
+
+
+def test_a_table_that_a_run_would_refuse_ends_its_check_with_one_and_a_mended_copy_with_zero(tmp_path):
+    rows = ["a rash on the left knee,skin,North", "a cough at night,lung,North", "chest pain,heart,north"]
+    (tmp_path / "t.csv").write_text("\n".join(["text,label,client", *rows * 30]) + "\n")
+    command = ["data", "check", str(tmp_path / "t.csv"), "--model", "", "--client", "client"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    assert "a run refuses: clients: 'north' differs from 'North'" in refused.stdout
+    assert CliRunner().invoke(app, [*command, "--fix", str(tmp_path / "clean.csv")]).exit_code == 0
+    assert CliRunner().invoke(app, ["data", "check", str(tmp_path / "clean.csv"), *command[3:]]).exit_code == 0

@@ -139,3 +139,30 @@ def test_another_folder_of_a_program_s_name_is_not_taken_for_it(monkeypatch):
     monkeypatch.setattr(apps, "import_module", lambda _: stranger)
     with pytest.raises(InputError, match=r"^/home/someone/server/app.py: stands in the way of .*server/app; rename it"):
         apps.program("server.app")
+
+
+def test_pages_that_messages_name_are_printed_whole_or_in_part(tmp_path):
+    whole, part = (fedpriv("docs", page, folder=tmp_path)[0] for page in ("docs/privacy.md", "privacy#persons"))
+    assert whole.startswith("# ")
+    assert part.startswith("## Persons\n")
+    assert part.rstrip() in whole
+    assert "\n## " not in part
+    assert {"privacy", "appendices/risk"} <= as_json("docs")["pages"].keys()
+    assert fedpriv("docs", "privcy", code=2)[1] == "error: PAGE = 'privcy': no such page; did you mean privacy?\n"
+    assert "has no such part" in fedpriv("docs", "privacy#nothing", code=2)[1]
+
+
+def test_keys_are_found_by_a_word_in_their_name_or_meaning():
+    lines = fedpriv("config", "keys", "data_seed")[0].splitlines()
+    assert lines[0] == 'data_seed = ""'
+    assert "partition" in lines[1]
+    assert len(as_json("config", "keys")["keys"]) > 100
+    assert "no key is about it" in fedpriv("config", "keys", "gibberish", code=2)[1]
+
+
+def test_help_shows_what_is_used_every_day_before_research():
+    page = fedpriv("--help")[0]
+    places = [
+        page.index(words) for words in ("Every day", "│ run ", "Between institutions", "│ node ", "Research", "│ lmo ")
+    ]
+    assert places == sorted(places)

@@ -58,6 +58,7 @@ OTHER |= {
     "start_noise_multiplier": 3.0,
     "lora_noise_multiplier": 3.0,
     "lora_share": 0.1,
+    "data_seed": 1,
     "lora_server_optimizer": "adam",
     "lora_server_learning_rate": 0.1,
     "lora_learning_rate": 3.0,

@@ -41,7 +41,7 @@ SHARED = """
             Fact.RECORDS,
             "task data test_data test_fraction separator encoding text_column text_pair_column "
             "prompt_column response_column messages_column answers label_column client_column unit person_column "
-            "labels partition num_clients client_sizes dirichlet_alpha max_records seed",
+            "labels partition num_clients client_sizes dirichlet_alpha max_records seed data_seed",
         ),
     ],
 )

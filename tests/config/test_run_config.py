@@ -73,6 +73,7 @@ BAD = {
     "secure_masks": "maybe",
     "colluding_clients": -1,
     "seed": "zero",
+    "data_seed": -1,
     "simulate": "maybe",
     "comparison": "maybe",
     "baselines": "maybe",

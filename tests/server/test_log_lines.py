@@ -80,7 +80,7 @@ def test_the_first_line_of_a_run_names_fifty_sizes(caplog):
 
 def test_budgets_that_end_early_are_named_for_twenty_clients_and_counted_for_the_rest():
     allowed = {client: 2 + client % 3 for client in range(1000)}
-    books = SimpleNamespace(rounds_allowed=allowed, sizes=dict.fromkeys(allowed, 40))
+    books = SimpleNamespace(rounds_allowed=allowed, sizes=dict.fromkeys(allowed, 40), is_new=False)
     notices = []
     announce_budgets(
         books,

@@ -3,15 +3,28 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fedpriv.config import parse
+from fedpriv.learning.data import TextData
 from fedpriv.runs._folder import QUALITY_KEYS
 from server.observer import LogObserver
-from server.summary import warnings_of
+from server.summary import _labels_of, warnings_of
 from simulations.engines import federation
 from tests.tiny import LABELS
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"), [({"public_data": True}, True), ({"simulate": True}, True), ({}, False)], ids=str
+)
+def test_the_labels_of_a_client_are_told_only_where_nobody_s_privacy_depends_on_them(keys, told):
+    clients = (TextData(texts=("x", "y", "z"), labels=("a", "b", "a")),)
+    bench = SimpleNamespace(data=SimpleNamespace(clients=clients))
+    config = parse({"data": "records.csv", "client_column": "site", **keys})
+    assert _labels_of(bench, config, ("a", "b", "c"))(0) == ({"num_by_label": [2, 1, 0]} if told else {})
+
 
 FIGURES = ("majority_accuracy", "accuracy_standard_error", "macro_f1", "confusion_matrix", "labels")
 GOOD = {"accuracy": 0.75, "standard_error": 0.02, "majority": 0.6, "loss_initial": 0.69, "loss": 0.5}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.ledger.reader import path_of, reading, verify_with_head
+from fedpriv.privacy.ledger.reader import holder_names, path_of, reading, verify_with_head
 from fedpriv.runs import files
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -121,6 +122,27 @@ def test_a_run_whose_budget_allows_nothing_is_refused_before_it_starts(budgeted,
     with pytest.raises(InputError, match=f"allows 0 of {len(budgeted['client_sizes'])} clients a round"):
         run(budgeted, tmp_path / "run", budget_epsilon=0.01)
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_target_above_what_is_left_is_refused_before_a_charge_and_the_target_that_is_offered_fits(budgeted, tmp_path):
+    ledger = tmp_path / "shared.sqlite"
+    least = len(budgeted["client_sizes"])
+    values = {**budgeted, **TARGETED, "rounds": 3, "ledger": str(ledger), "min_clients": least}
+    run(values, tmp_path / "first")
+    spent = epsilons(ledger, "local")
+    with pytest.raises(InputError, match=r"target_epsilon = 3: .*allows fewer than the 3 rounds") as refusal:
+        run(values, tmp_path / "second")
+    assert epsilons(ledger, "local") == spent
+    offered = float(re.search(r"target_epsilon = ([0-9.]+) allows all", str(refusal.value))[1])
+    assert 0.5 < offered < TARGET
+    folder, notes = run(values, tmp_path / "third", target_epsilon=offered)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["num_rounds"], summary["stopped_early"]) == (3, None)
+    assert not [note for note in notes if "budget_epsilon allows fewer" in note]
+    assert 3.6 < max(epsilons(ledger, "local").values()) <= 4
+    # Beside a ledger that runs share, its holders are known by name, whatever became of the runs' folders.
+    with reading(ledger) as db:
+        assert sorted(holder_names(db, ledger, None).values()) == [f"client {k}" for k in range(len(spent))]
 
 
 def test_a_run_ends_with_a_clear_message_when_too_few_remain(budgeted, tmp_path):

@@ -98,7 +98,7 @@ def test_an_existing_file_stays_unless_forced(letters, tmp_path):
     assert code == 2
     assert "exists; name another file, or replace it with --force" in said
     assert (tmp_path / "letters.toml").read_text() == "mine"
-    assert init(tmp_path, letters, "--force")[0] == 0
+    assert init(tmp_path, letters, "--label", "ward", "--force")[0] == 0
     assert "target_epsilon" in (tmp_path / "letters.toml").read_text()
 
 
@@ -112,7 +112,9 @@ def test_an_existing_file_stays_unless_forced(letters, tmp_path):
         (["letters.csv", "--label", "ward", "--epsilon", "-1"], "target_epsilon = -1"),
         (["letters.csv", "--label", "ward", "--test-data", "none.csv"], "none.csv': no such file"),
         (["letters.csv", "--label", "ward", "--test-data", "letters.csv"], "letters.csv': is the file of data"),
-        (["letters.csv", "--out", "nowhere/x.toml"], "nowhere/x.toml': cannot be written"),
+        (["letters.csv", "--label", "ward", "--out", "nowhere/x.toml"], "nowhere/x.toml': cannot be written"),
+        (["letters.csv"], "label: 'sex' may hold the class to be predicted; say so with --label"),
+        (["letters.csv", "--client", "hospital", "--clients", "3"], "but client = 'hospital' says who holds them"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_nothing_is_written(letters, tmp_path, options, message):
@@ -151,13 +153,13 @@ def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(letters, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_person_is_asked_three_questions_and_the_result_runs(letters, tmp_path, tiny_bert):
+def test_a_person_is_asked_a_question_for_each_column_and_the_result_runs(letters, tmp_path, tiny_bert):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "simulations", "init"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    os.write(ours, b"letters.csv\nbody, ward, hospital\nbudget 3\n")
+    os.write(ours, b"letters.csv\nbody\nward\n\nbudget 3\n")
     said = b""
     while process.poll() is None or b"next:" not in said:
         try:
@@ -165,7 +167,10 @@ def test_a_person_is_asked_three_questions_and_the_result_runs(letters, tmp_path
         except OSError:  # the other side is closed
             break
     assert process.wait() == 0, said
-    assert said.count(b"?") == 3
+    assert said.count(b"?") == 5
+    assert b"Which holds the class to be predicted? A guess: sex; type its name" in said
+    assert b"Which says who holds a record (- for none)? A guess: hospital" in said
+    assert b"  ward      skin | heart | bone" in said
     config = parse(read(tmp_path / "letters.toml") | {"out": str(tmp_path / "run"), "model": str(tiny_bert)})
     assert config.budget_epsilon == (3.0,)
     federation.run(parse(read(tmp_path / "letters.toml") | {"out": config.out, "model": config.model}), LogObserver())
@@ -199,7 +204,7 @@ def test_a_column_of_persons_makes_these_the_unit(visits, tmp_path):
 
 def test_where_a_column_looks_like_persons_a_person_is_asked_for_it(visits, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(initial, "_ask", lambda question, default: (asked.append(question), default)[1])
+    monkeypatch.setattr(initial, "_ask", lambda question, default, **_: (asked.append(question), default)[1])
     table = initial._table(visits, parse({}))
     given = initial._Answers(data=visits, layout=parse({}), text="body", label="ward", client="hospital")
     assert initial._with_person(given, table, None, asks=True).person == "mrn"
@@ -208,8 +213,8 @@ def test_where_a_column_looks_like_persons_a_person_is_asked_for_it(visits, tmp_
 
 
 def stranger(path, **more):
-    """A table whose names of columns tell nothing, {column: its values in turn}."""
-    columns = {"Klasse": ["rot", "blau", "gelb"], **more}
+    """A table whose names of columns tell little, {column: its values in turn}."""
+    columns = {"Farbe": ["rot", "blau", "gelb"], **more}
     with path.open("w", newline="") as file:
         rows = csv.writer(file, delimiter=";")
         rows.writerow(["Befund", *columns])
@@ -224,26 +229,25 @@ CITIES, SEXES, AGES = ["Ulm", "Köln", "Bonn", "Jena", "Kiel"], ["m", "f"], [str
 
 
 def test_the_column_of_clients_is_found_by_its_values(tmp_path):
-    path = stranger(tmp_path / "s.csv", Haus=CITIES, Sex=SEXES, Alter=AGES)
-    code, said = init(tmp_path, path, "--label", "Klasse")
+    path = stranger(tmp_path / "s.csv", Ort=CITIES, Sex=SEXES, Alter=AGES)
+    code, said = init(tmp_path, path, "--label", "Farbe")
     assert code == 0, said
     config = parse(read(tmp_path / "s.toml"))
-    assert (config.text_column, config.client_column) == ("Befund", "Haus")
-    assert "client 'Haus'" in said
+    assert (config.text_column, config.client_column) == ("Befund", "Ort")
+    assert "client 'Ort'" in said
     preflight.check(config)
 
 
 @pytest.mark.parametrize(
     ("more", "options", "message"),
     [
-        ({}, ["--label", "Klasse"], "client: no column seems to say who holds a record"),
-        ({"Sex": SEXES, "Alter": AGES}, ["--label", "Klasse"], "client: no column seems to say who holds a record"),
+        ({}, ["--label", "Farbe"], "client: no column seems to say who holds a record"),
+        ({"Sex": SEXES, "Alter": AGES}, ["--label", "Farbe"], "client: no column seems to say who holds a record"),
         (
-            {"Haus": CITIES, "Stadt": CITIES[:4]},
-            ["--label", "Klasse"],
-            "client: 'Haus' (5 values), 'Stadt' (4 values) could say who holds a record",
+            {"Ort": CITIES, "Stadt": CITIES[:4]},
+            ["--label", "Farbe"],
+            "client: 'Ort' (5 values), 'Stadt' (4 values) could say who holds a record",
         ),
-        ({"Haus": CITIES}, [], "client: 'Haus' (5 values) could say who holds a record"),
     ],
 )
 def test_without_a_terminal_no_partition_is_guessed(tmp_path, more, options, message):
@@ -253,20 +257,50 @@ def test_without_a_terminal_no_partition_is_guessed(tmp_path, more, options, mes
     assert not (tmp_path / "s.toml").exists()
 
 
-def test_a_table_with_misspelt_clients_gets_no_configuration(tmp_path):
-    path = stranger(tmp_path / "s.csv", Haus=["Bonn"] * 20 + ["Bnon"] + ["Jena"] * 3)
-    code, said = init(tmp_path, path, "--label", "Klasse", "--client", "Haus")
-    assert code == 2
+def test_a_refused_table_gets_a_file_that_says_what_to_mend_and_no_value_of_a_cell(tmp_path):
+    path = stranger(tmp_path / "s.csv", Ort=["Bonn"] * 20 + ["Bnon"] + ["Jena"] * 3)
+    code, said = init(tmp_path, path, "--label", "Farbe", "--client", "Ort")
+    assert code == 1
     assert "'Bnon' is likely a misspelt 'Bonn'" in said
-    assert f"fedpriv data check {path} --text Befund --label Klasse --client Haus" in said
-    assert not (tmp_path / "s.toml").exists()
+    assert f"fedpriv data check {path} --text Befund --label Farbe --client Ort" in said
+    assert "next:" not in said
+    text = (tmp_path / "s.toml").read_text()
+    assert '# - misspelt clients: column "Ort", lines 22, 46, 70' in text
+    assert not [word for word in ("Bnon", "Bonn", "Jena", "blau") if word in text]
+    assert parse(read(tmp_path / "s.toml")).client_column == "Ort"
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "holder"),
+    [
+        ("Befund", "Diagnose", "Klinik"),
+        ("compte_rendu", "Catégorie", "Hôpital"),
+        ("Descripción", "Diagnóstico", "centro"),
+    ],
+)
+def test_usual_names_are_known_in_four_languages_with_and_without_accents(tmp_path, text, label, holder):
+    rows = [f"some words number {row},{'abc'[row % 3]},site {row % 4}" for row in range(120)]
+    (tmp_path / "t.csv").write_text("\n".join([f"{text},{label},{holder}", *rows]) + "\n")
+    code, said = init(tmp_path, "t.csv")
+    assert code == 0, said
+    assert f"text {text!r}, label {label!r}, client {holder!r}" in said
+
+
+def test_records_are_dealt_out_as_told_and_a_person_may_be_at_two_holders(visits, tmp_path):
+    columns = ("--text", "body", "--label", "ward")
+    assert init(tmp_path, visits, *columns, "--clients", 3, "--partition", "dirichlet", "--out", "dealt.toml")[0] == 0
+    dealt = parse(read(tmp_path / "dealt.toml"))
+    assert (dealt.partition, dealt.num_clients, dealt.client_column) == ("dirichlet", 3, "")
+    more = ("--client", "hospital", "--person", "mrn", "--holders", 2, "--out", "two.toml")
+    assert init(tmp_path, visits, *columns, *more)[0] == 0
+    assert parse(read(tmp_path / "two.toml")).holders_per_person == 2
 
 
 def test_how_a_table_is_read_is_written_down(tmp_path):
-    path = stranger(tmp_path / "s.csv", Haus=CITIES)
+    path = stranger(tmp_path / "s.csv", Ort=CITIES)
     path.write_bytes(path.read_text().encode("latin-1"))
-    assert "--encoding latin-1" in init(tmp_path, path, "--label", "Klasse")[1]
-    code, said = init(tmp_path, path, "--label", "Klasse", "--encoding", "latin-1", "--separator", "semicolon")
+    assert "--encoding latin-1" in init(tmp_path, path, "--label", "Farbe")[1]
+    code, said = init(tmp_path, path, "--label", "Farbe", "--encoding", "latin-1", "--separator", "semicolon")
     assert code == 0, said
     config = parse(read(tmp_path / "s.toml"))
     assert (config.encoding, config.separator) == ("latin-1", "semicolon")

@@ -23,6 +23,7 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs import files
 from fedpriv.runs.files import write_json
+from simulations.api import federate
 from simulations.sweeps import plots, result
 from simulations.sweeps.command import _pivot_table, _SweepDisplay, sweep
 from simulations.sweeps.plan import _ACCURACY, _PERPLEXITY, expand, metric_of, read
@@ -112,6 +113,42 @@ def test_every_study_that_is_shipped_expands(path):
     # The studies of classifiers have small and full forms; those of rules, LMO noise and language models one.
     alone = path.stem.startswith(("aggregation", "lmo", "medical", "sentiment")) or path.stem.endswith("-full")
     assert alone or path.with_name(f"{path.stem}-full.toml").exists()
+
+
+def test_points_are_picked_by_what_varies_and_the_others_stay_to_be_run(write, base, tmp_path):
+    path, out = write(**base, grid={"rank": [2, 4], "seed": [0, 1]}), tmp_path / "out"
+    printed = io.StringIO()
+    picked = read(path, {"rank": 4, "seed": 1})
+    assert sweep(picked, out, console=Console(file=printed, width=200), max_parallel=1).is_finished
+    table = pd.read_csv(out / "sweep.csv")
+    assert table["status"].tolist() == ["not run", "not run", "not run", "done"]
+    assert re.fullmatch(r"rank-4-seed-1-[0-9a-f]{8}", table["folder"][3])
+    assert printed.getvalue().splitlines()[:2] == ["run 4/4 rank=4, seed=1: running", "run 4/4 rank=4, seed=1: done"]
+    assert len({run.key for run in read(path).runs} & {path.name for path in out.iterdir()}) == 1
+    with pytest.raises(InputError, match=r"rank = 8: no run of .*study.toml has it; there are rank: 2, 4"):
+        read(path, {"rank": 8})
+    # What an earlier plan has released still counts.
+    narrow = read(write(**base, grid={"rank": [2], "seed": [0]}))
+    assert len(attempts(narrow, out)) == 1
+    with pytest.raises(InputError, match=r"study.toml: is a sweep, .*; fedpriv sweep .*study.toml runs it"):
+        federate(path, {})
+
+
+def test_a_sweep_in_one_process_can_be_watched(write, base, tmp_path):
+    planned = read(write(**base, grid={"rank": [2, 4]}))
+    pipe, screen = io.StringIO(), io.StringIO()
+    display = _SweepDisplay(Console(file=pipe, width=200), planned, tmp_path)
+    running, waiting = (run.key for run in planned.runs)
+    display.update({running: "running", waiting: "waiting"})
+    display.progressed(planned.runs[0], "round 1, training 20%")
+    assert len(pipe.getvalue().splitlines()) == 1, "no more often than every eight seconds"
+    display._printed -= 9
+    display.progressed(planned.runs[0], "round 1, training 40%")
+    assert pipe.getvalue().splitlines()[-1] == "run 1/2 rank=2: round 0 of 1, round 1, training 40%"
+    with _SweepDisplay(Console(file=screen, width=100, force_terminal=True), planned, tmp_path) as live:
+        live.update({running: "running", waiting: "waiting"})
+        live.progressed(planned.runs[0], "round 1, training 40%")
+    assert "rank=2: round 1, training 40%" in screen.getvalue()
 
 
 def test_lists_vary_as_any_value_does(write, base, tmp_path):
@@ -285,11 +322,9 @@ def test_ray_within_ray_is_refused(write, base, tmp_path):
     assert parse({"engine": "ray"}).engine == "ray"
 
 
-def test_a_key_of_every_run_is_changed_from_outside_but_not_one_that_varies(write, tmp_path):
+def test_a_key_of_every_run_is_changed_from_outside(write, tmp_path):
     path = write(data="elsewhere.csv", grid={"rank": [2, 4]})
     assert [run.config.data for run in read(path, {"data": "here.csv"}).runs] == ["here.csv"] * 2
-    with pytest.raises(InputError, match=r"rank: .* has runs of several values of it"):
-        read(path, {"rank": 8})
 
 
 def test_several_ways_to_say_how_private_a_run_is_are_one_column(write):

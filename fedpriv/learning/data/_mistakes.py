@@ -70,7 +70,8 @@ _ID_NAME = re.compile(
     r"(^|[\W_])(id|ids|no|nr|number|nummer|uuid|guid|mrn|ssn|iban|code|key)($|[\W_])|[a-z]ID$|^(id|pid)$", re.IGNORECASE
 )
 _PERSON_NAME = re.compile(
-    r"patient|person|customer|kunde|member|insured|subject|user|author|e-?mail|phone|(sur|last|first)_?name|^name$|birth",
+    r"patient|person|paciente|asegurad|customer|kunde|versichert|member|insured|subject|user|author|e-?mail|phone|"
+    r"(sur|last|first)_?name|^name$|birth",
     re.IGNORECASE,
 )
 _DECIMAL = re.compile(r"[+-]?[0-9]*[.,][0-9]+")

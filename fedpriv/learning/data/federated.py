@@ -52,8 +52,9 @@ def holdings(config: RunConfig) -> tuple[object, ...]:
 def dealing(config: RunConfig) -> dict[str, Any]:
     """{key: value} of what decides who holds a record, where that is not the default: further keys change nothing."""
     # The seed shuffles records among clients; under a natural partition it only sets records aside.
-    keys = [key for key in config.keys_with(Fact.RECORDS) if key != "seed" or not is_natural(config)]
-    return {key: value for key in keys if (value := getattr(config, key)) != getattr(RunConfig, key)}
+    values = {key: getattr(config, key) for key in config.keys_with(Fact.RECORDS) if key != "data_seed"}
+    values["seed"] = RunConfig.seed if is_natural(config) else config.seed_of_data
+    return {key: value for key, value in values.items() if value != getattr(RunConfig, key)}
 
 
 def is_natural(config: RunConfig) -> bool:
@@ -119,7 +120,7 @@ def _at_most(records: TextData, client: int, config: RunConfig) -> TextData:
     number = records.num_units
     if not config.max_records or number <= config.max_records:
         return records
-    chosen = np.random.default_rng([config.seed, client]).choice(number, config.max_records, replace=False)
+    chosen = np.random.default_rng([config.seed_of_data, client]).choice(number, config.max_records, replace=False)
     return records.part(_of_units(_units(records.persons, len(records)), chosen.tolist()))
 
 
@@ -348,7 +349,7 @@ def _split(rows: Sequence[int], persons: Sequence[str | None] | None, config: Ru
     With persons, None or the name of each record of the table, these are the units.
     """
     units = _units(None if persons is None else [persons[row] for row in rows], len(rows))
-    order = np.random.default_rng(config.seed).permutation(len(units)).tolist()
+    order = np.random.default_rng(config.seed_of_data).permutation(len(units)).tolist()
     num_test = max(1, round(config.test_fraction * len(units)))
     if num_test >= len(units):
         raise InputError(f"test_fraction = {config.test_fraction}: leaves no training {config.unit}s of {len(units)}")
@@ -406,7 +407,7 @@ def _dealt(num_units: int, labels: Sequence[Any] | None, config: RunConfig) -> l
         )
     if config.partition_rule != "sizes" and config.num_clients > num_units:
         raise InputError(f"num_clients = {config.num_clients}: only {num_units} training {config.unit}s to share")
-    order = np.random.default_rng(config.seed).permutation(num_units)
+    order = np.random.default_rng(config.seed_of_data).permutation(num_units)
     if labels is not None:
         parts = _by_label(order.tolist(), labels, config)
     elif config.partition_rule == "iid":
@@ -437,7 +438,7 @@ def _by_label(order: Sequence[int], labels: Sequence[Any], config: RunConfig) ->
         alpha=config.dirichlet_alpha,
         min_partition_size=1,
         self_balancing=False,
-        seed=config.seed,
+        seed=config.seed_of_data,
     )
     try:
         # The partitioners' progress bars cannot be turned off, and every redraw of a Dirichlet split is a warning.

@@ -309,7 +309,7 @@ class OwnWorkbench(Workbench):
         self.initial, self.num_clients = federation.initial, len(federation.clients)
         self._clients = {}
         self.read_for = self.content_note = ""
-        self.coin_key = str(config.seed).encode()
+        self.coin_key = str(config.seed_of_data).encode()
         if federation.test is not None and not config.protects_nobody:
             check_apart(config, list(_contents([federation.test])), _contents(federation.clients.values()))
         is_tested = federation.test is not None or config.evaluation_noise_multiplier is not None

@@ -207,7 +207,7 @@ class Workbench:
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
         self._clients: dict[int, Records] = {}
         self.read_for = self.content_note = ""
-        self.coin_key = str(config.seed).encode()
+        self.coin_key = str(config.seed_of_data).encode()
 
     def started(self, config: RunConfig) -> Workbench:
         """The same data and model, for a run that starts with as much of R as its configuration trains."""

@@ -193,6 +193,7 @@ class Work:
             loss_limit=proof.limit if proof else None,
             num_records=proof.num_records if proof else num_records,
             records_needed=needed,
+            origin_known=not cost.is_unknown,
             epsilon_before=cost_of([self.variants[name]], self.settings.accountant).guarantee.epsilon,
             epsilon_after=cost.guarantee.epsilon,
             delta=cost.guarantee.delta,
@@ -226,6 +227,8 @@ class Outcome:
         num_records: validation records; see above.
         records_needed: how many would tell that the next larger part can be replaced within the bound; None if that
             is not what failed.
+        origin_known: whether something says what it, and every variant that it may hold values of, was computed from;
+            else its epsilons are infinite.
         epsilon_before, epsilon_after, delta: against a reader of this variant alone; `epsilon_after` includes the
             cost of private validation.
         epsilons: {method: epsilon} after deduplication, the largest over data sets.
@@ -246,6 +249,7 @@ class Outcome:
     loss_limit: float | None
     num_records: int
     records_needed: int | None
+    origin_known: bool
     epsilon_before: float
     epsilon_after: float
     delta: float

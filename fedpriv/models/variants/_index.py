@@ -222,6 +222,12 @@ class Index:
         kept = self.manifest(name).described or {}
         return [number for first, count in kept.get("uploads") or () for number in range(first, first + count)]
 
+    def upload_bytes(self, name: str) -> int:
+        """The bytes of the uploads in a model's description, as a plain file lists them."""
+        query = "SELECT coalesce(sum(length(content)), 0) FROM uploads WHERE number BETWEEN ? AND ?"
+        ranges = (self.manifest(name).described or {}).get("uploads") or ()
+        return sum(size for first, num in ranges for (size,) in self._db.execute(query, (first, first + num - 1)))
+
     def num_bytes(self) -> int:
         """The bytes of all that is in the index, without what SQLite adds."""
         sizes = (

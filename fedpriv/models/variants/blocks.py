@@ -286,6 +286,15 @@ class Manifest:
     described: Mapping[str, Any] | None = None
 
     @property
+    def plain_bytes(self) -> int:
+        """The bytes of the model as plain files: safetensors with their head, and its description but for uploads."""
+        head = {
+            t.name: {"dtype": "F32", "shape": t.shape, "data_offsets": [0, t.num_bytes]} for t in self.layout.tensors
+        }
+        texts = [head, *filter(None, [self.described])]
+        return self.layout.num_bytes + sum(len(json.dumps(text)) for text in texts)
+
+    @property
     def bases(self) -> tuple[str, ...]:
         """The models whose values it may hold, as its provenance says."""
         return tuple(self.provenance.get("bases", ()))

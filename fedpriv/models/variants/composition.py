@@ -77,7 +77,8 @@ class History:
     Attributes:
         name: of the variant; equal names mean the same variant.
         ancestors: all uploads that it is a function of. The set is closed: it contains every upload that its members
-            were computed from, as in the results of `global_ancestors` and `client_ancestors`. None if unknown.
+            were computed from, as in the results of `global_ancestors` and `client_ancestors`. None if unknown; an
+            empty set states that no one's records went into it.
         events: {data set: what training released}, for a variant whose ancestors are unknown.
         holders: h >= 1, in how many of the data sets one person may have records.
 
@@ -93,6 +94,11 @@ class History:
     def __post_init__(self) -> None:
         if self.ancestors is not None and self.events:
             raise ValueError(f"variant {self.name}: its events follow from its ancestors; give one of the two")
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing says what it was computed from, so that nothing bounds what it cost whom."""
+        return self.ancestors is None and not self.events
 
     @property
     def data_sets(self) -> frozenset[str]:
@@ -140,17 +146,19 @@ class PublicationCost:
     Attributes:
         by_data_set: one for each, in the order of their ids.
         refused: {method: why it does not hold}.
+        is_unknown: whether nothing says what one of the variants was computed from: then every epsilon is infinite.
     """
 
     by_data_set: tuple[_DataSetCost, ...]
     refused: Mapping[Method, str]
+    is_unknown: bool = False
 
     @property
     def guarantee(self) -> Guarantee:
         """For every record of any data set: parallel composition over disjoint data takes maxima (Theorem 2.2)."""
         guarantees = [cost.guarantee for cost in self.by_data_set]
         return Guarantee(
-            epsilon=max((each.epsilon for each in guarantees), default=0.0),
+            epsilon=math.inf if self.is_unknown else max((each.epsilon for each in guarantees), default=0.0),
             delta=max((each.delta for each in guarantees), default=0.0),
         )
 
@@ -185,7 +193,8 @@ def publication_cost(
 ) -> PublicationCost:
     """The cost, for each data set, of publishing anything computed from some or all of the variants.
 
-    Where a person may be in several, it is that of each set of so many data sets that may cost a person most.
+    Where a person may be in several, it is that of each set of so many data sets that may cost a person most. A variant
+    of unknown origin may hold the records of any data set, which makes every epsilon infinite.
 
     Args:
         consulted: every variant that had an influence: those published, their bases, and those that were only
@@ -201,6 +210,7 @@ def publication_cost(
     histories = list(_by_name(consulted).values())
     extra = extra or {}
     union, refusal = _union(histories)
+    is_unknown = any(history.is_unknown for history in histories)
     union_events = _by_data_set(union)
     ids = frozenset(extra).union(*(history.data_sets for history in histories))
     costs = []
@@ -222,11 +232,14 @@ def publication_cost(
         if refusal is None:
             released_once = [event for id_ in sorted(merged) for event in union_events.get(id_, ())]
             epsilons["provenance"] = _epsilon([*released_once, *extra_events], delta, accountant)
+        if is_unknown:
+            epsilons = dict.fromkeys(epsilons, math.inf)
         used = min(epsilons, key=lambda method: epsilons[method])
         costs.append(_DataSetCost(data_sets=tuple(sorted(merged)), delta=delta, epsilons=epsilons, used=used))
     return PublicationCost(
         by_data_set=tuple(sorted(costs, key=lambda cost: cost.data_sets)),
         refused={} if refusal is None else {"provenance": refusal},
+        is_unknown=is_unknown,
     )
 
 

@@ -6,6 +6,7 @@ are read. It guards against damage, not against anyone who can write the folder.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
 from fedpriv.files import remove_files, replace_file, replaced_file, sha256_of
+from fedpriv.models.variants.blocks import tensors_in
 from fedpriv.models.variants.composition import Guarantee, History, Upload, publication_cost
 from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.events import Event
@@ -35,6 +36,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 TENSORS = "adapter_model.safetensors"
 """The file in a variant's folder in which peft keeps an adapter's tensors"""
+
+# Of a prompt to an adapter that says nothing of it.
+_TOKENS = 2048
 
 # Peft's, and that of `fedpriv.learning.adapters.lora`, which would load torch.
 _USE_FILES = (ADAPTER_CONFIG, "fedpriv.json")
@@ -110,9 +114,9 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
     if len(files) != 1:
         raise InputError(f"{folder}: holds {len(files)} safetensors files; a variant has exactly one")
     try:
-        tensors = {name: np.asarray(tensor) for name, tensor in safetensors.numpy.load_file(files[0]).items()}
-        digest = sha256_of(files[0])
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        content = files[0].read_bytes()
+        tensors, digest = tensors_in(content), hashlib.sha256(content).hexdigest()
+    except (OSError, ValueError) as error:
         raise InputError(f"{files[0]}: cannot be read ({error})") from None
     if _stated_digest(folder / FILE) not in (None, digest):
         raise InputError(
@@ -120,6 +124,74 @@ def read_tensors(folder: Path) -> dict[str, NDArray[Any]]:
             f"remove {_DIGEST} there if the change is meant"
         )
     return tensors
+
+
+def architecture(model: str, tensors: Mapping[str, NDArray[Any]]) -> str:
+    """The architecture of adapters: their model, and a digest of shapes, which are equal where blocks may be shared."""
+    shapes = {name: tensors[name].shape for name in sorted(tensors)}
+    return f"{model} {hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]}"
+
+
+def foreign(
+    folder: Path, ancestors: frozenset[Upload] | None, deltas: Mapping[str, float], *, model: str = ""
+) -> tuple[Described, str]:
+    """The description of an adapter that plain peft wrote, and why it cannot be served; empty if it can.
+
+    Args:
+        ancestors: see `History`.
+        deltas: {data set of these: its delta}.
+        model: the base; empty for the one that the adapter names.
+
+    Raises:
+        InputError: there is no adapter, or it is damaged.
+    """
+    settings = _use_of(folder / ADAPTER_CONFIG)
+    base, tensors = model or str(settings.get("base_model_name_or_path") or ""), read_tensors(folder)
+    files: dict[str, Mapping[str, Any]] = {ADAPTER_CONFIG: settings}
+    if (folder / _USE_FILES[1]).is_file():
+        files[_USE_FILES[1]], reason = _use_of(folder / _USE_FILES[1]), ""
+    elif not (reason := _why_not_served(settings, base)):
+        try:
+            files[_USE_FILES[1]] = _convention(base)
+        except InputError as error:
+            reason = str(error)
+    name = folder.resolve().name
+    described = Described(
+        name=name,
+        architecture=architecture(base, tensors),
+        utility=None,
+        epsilon_bound=0.0,
+        utility_bound=0.0,
+        deltas=deltas,
+        history=History(name=name, ancestors=ancestors),
+        tags=frozenset({base}),
+        files=files,
+    )
+    return described, reason
+
+
+def _why_not_served(settings: Mapping[str, Any], base: str) -> str:
+    """Why an adapter with these settings of peft is kept and not served; empty if it may be."""
+    if not base:
+        return "it names no base_model_name_or_path; give --model"
+    if settings.get("task_type") != "CAUSAL_LM":
+        return f"task_type = {settings.get('task_type')!r}: only language models are served that plain peft trained"
+    odd = ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern", "modules_to_save", "lora_bias")
+    found = [key for key in odd if settings.get(key)]
+    found += ["bias"] if settings.get("bias", "none") != "none" else []
+    found += ["peft_type"] if settings.get("peft_type") != "LORA" else []
+    return f"{found[0]} = {settings.get(found[0])!r}: plain LoRA alone is served" if found else ""
+
+
+def _convention(base: str) -> dict[str, Any]:
+    """The `fedpriv.json` of a language model's adapter from elsewhere; InputError if its base is not here."""
+    from fedpriv.learning.adapters import check_model, load_tokenizer, public_name, weights_digests
+    from fedpriv.learning.data.records import TextReading
+
+    check_model(base)
+    reading = TextReading(max_length=_TOKENS, instructs=bool(getattr(load_tokenizer(base), "chat_template", None)))
+    known = {"base_model": public_name(base), "base_weights": weights_digests(base), "pooling": "model"}
+    return {"version": 1, **known, "labels": [], "reading": reading.to_json()}
 
 
 def num_bytes(folder: Path) -> int:

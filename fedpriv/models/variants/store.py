@@ -328,8 +328,9 @@ class Store:
 
     @property
     def bytes_logical(self) -> int:
-        """The bytes of all tensors of all models, as if they shared nothing."""
-        return sum(self.manifest(name).layout.num_bytes for name in self._index.models)
+        """The bytes of all models as plain files, as if they shared nothing: tensors with their heads, descriptions."""
+        with self._one_line_errors():
+            return sum(self.manifest(name).plain_bytes + self._index.upload_bytes(name) for name in self._index.models)
 
     @property
     def compression_ratio(self) -> float:

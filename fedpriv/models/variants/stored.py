@@ -33,6 +33,9 @@ from fedpriv.runs.show import TextTable
 
 _MOST_NAMES = 4
 
+UNKNOWN = "unknown"
+"""The epsilon, for people, of what nobody knows the origin of"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
@@ -42,7 +45,8 @@ class StoredModel:
         bytes_own: that its removal and a compaction would free: its files, and the blocks or the basis that no
             other model uses.
         num_shared: of these, positions whose block another model uses too.
-        epsilon_before, epsilon_after: see `fedpriv.models.dedup.work.Outcome`; None if it was not deduplicated.
+        origin_known, epsilon_before, epsilon_after: see `fedpriv.models.dedup.work.Outcome`; None if it was not
+            deduplicated.
         accuracy, perplexity: on the validation records; None of what is not measured, if these are private, or if it
             was not deduplicated.
         bases: whose blocks it may hold.
@@ -52,6 +56,7 @@ class StoredModel:
     bytes_own: int
     num_blocks: int
     num_shared: int
+    origin_known: bool | None
     epsilon_before: float | None
     epsilon_after: float | None
     accuracy: float | None
@@ -102,9 +107,14 @@ class StoredVariants:
                 "its own values" if self.lossless else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
                 *_utilities(outcome),
                 MISSING if outcome.get("loss_limit") is None else format_bound(max(0.0, outcome["loss_limit"])),
-                format_bound(outcome["epsilon_before"]),
-                format_bound(outcome["epsilon_after"]),
-                format_bound(outcome["epsilons"].get("basic")),
+                *(
+                    format_bound(epsilon) if outcome["origin_known"] else UNKNOWN
+                    for epsilon in (
+                        outcome["epsilon_before"],
+                        outcome["epsilon_after"],
+                        outcome["epsilons"].get("basic"),
+                    )
+                ),
                 format_delta(outcome["delta"]),
             )
             for outcome in self.outcomes
@@ -257,6 +267,7 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
         bytes_own=store.num_bytes_of(name) + len(only_here) * row_bytes,
         num_blocks=len(rows),
         num_shared=int((~np.isin(rows, only_here)).sum()),
+        origin_known=outcome.get("origin_known"),
         epsilon_before=outcome.get("epsilon_before"),
         epsilon_after=outcome.get("epsilon_after"),
         accuracy=accuracy_after(outcome),

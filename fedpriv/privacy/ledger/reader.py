@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.files import read_text
+from fedpriv.files import read_text, replace_file
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.filters import CommittedPlans
 from fedpriv.privacy.accounting.views import PlannedView
@@ -193,7 +193,25 @@ def holder_names(db: LedgerConnection, path: Path, run: Path | None) -> dict[str
     """
     if run is not None and not (run / REGISTRATIONS).is_file():
         raise InputError(f"run = {str(run)!r}: holds no {REGISTRATIONS}; give the folder that a run wrote")
-    return names_in(path.parent if run is None else run, db.data_sets())
+    if run is not None:
+        return names_in(run, db.data_sets())
+    kept = {id_: name for id_, name in _values(_names_path(path)).items() if isinstance(name, str)}
+    known = {each.id: kept[each.id][:_LONGEST_NAME] for each in db.data_sets() if kept.get(each.id)}
+    return known | names_in(path.parent, db.data_sets())
+
+
+def keep_names(path: Path, names: dict[str, str]) -> None:
+    """Keep names beside a ledger that several runs share, whose folders `holder_names` does not know.
+
+    Args:
+        names: {id of a data set: its holder's name}; those of earlier runs stay.
+    """
+    file = _names_path(path)
+    replace_file(file, json.dumps(_values(file) | names, indent=1).encode(), mode=None)
+
+
+def _names_path(ledger: Path) -> Path:
+    return Path(f"{ledger}.names.json")
 
 
 def limit_of(db: LedgerConnection, path: Path) -> tuple[PlannedView, float | None]:

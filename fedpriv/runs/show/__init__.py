@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._progress_page import PageWriter as PageWriter
     from fedpriv.runs.show._progress_page import kept_page as kept_page
     from fedpriv.runs.show._progress_page import sweep_page as sweep_page
+    from fedpriv.runs.show._report_page import write_paper as write_paper
     from fedpriv.runs.show._report_page import write_report as write_report
     from fedpriv.runs.show._result import Run as Run
     from fedpriv.runs.show._result import open_run as open_run

@@ -55,6 +55,9 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 # matplotlib's settings belong to the whole process.
 _drawing = threading.Lock()
 
+# More bars than this cannot be read.
+MOST_BARS = 20
+
 # More lines than this cannot be told apart, and are replaced by quantiles over the clients.
 MAX_LINES = 8
 
@@ -65,10 +68,21 @@ def accuracy_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name:
     return to_svg(figure, name=name, description=describe(frame, "Test accuracy", format_percent))
 
 
-def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float]) -> Figure:
-    """The figure of `accuracy_plot`, in placeholder colours."""
+def standard_errors(accuracies: pd.Series, summary: Mapping[str, Any]) -> pd.Series | None:
+    """The standard error of each accuracy, from the number of test records that the final one's implies; or None."""
+    error, final = summary.get("accuracy_standard_error"), summary["accuracy"]
+    if not error or final is None:
+        return None
+    found: pd.Series = np.sqrt(accuracies * (1 - accuracies) / (final * (1 - final))) * float(error)
+    return found
+
+
+def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float], errors: pd.Series | None = None) -> Figure:
+    """The figure of `accuracy_plot`, in placeholder colours, with error bars on the first line if given."""
     figure, axes = _axes([*_labels_of(frame), *references], _percent_tick)
     labels = _draw_lines(axes, frame)
+    if errors is not None:
+        axes.errorbar(frame.index, frame.iloc[:, 0], yerr=errors, fmt="none", ecolor=SERIES[0], elinewidth=0.8)
     labels += _draw_references(axes, references, float(frame.index.max()))
     axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(1.0, axes.get_ylim()[1]))
     _draw_labels(axes, labels)
@@ -177,6 +191,29 @@ def epsilon_figure(frame: pd.DataFrame, limits: Mapping[str, float] | None = Non
         axes.text(0.5, 0.5, f"ε = {INFINITY}: no bound", transform=axes.transAxes, ha="center", color=INK)
     else:
         _draw_labels(axes, drawn)
+    return figure
+
+
+def label_figure(frame: pd.DataFrame) -> Figure:
+    """The shares of labels, a bar for each client, in placeholder colours.
+
+    Args:
+        frame: the numbers of records, a row for each client, a column for each label.
+    """
+    labels = list(map(str, frame.columns))
+    figure, axes = _axes(labels, _percent_tick)
+    shares, left = frame.div(frame.sum(axis=1).clip(lower=1), axis=0), np.zeros(len(frame))
+    middles = []
+    for place, column in enumerate(shares):
+        colour, alpha = SERIES[place % len(SERIES)], 1.0 if place < len(SERIES) else 0.5
+        axes.bar(range(len(frame)), shares[column], bottom=left, width=0.8, edgecolor="none", color=colour, alpha=alpha)
+        middles.append(float(left[-1] + shares[column].iloc[-1] / 2))
+        left = left + shares[column].to_numpy()
+    axes.set_ylim(0.0, 1.0)
+    axes.set_xticks(range(len(frame)), [str(place) for place in range(len(frame))])
+    axes.set_xlabel("client", color=INK, fontsize=FONT_SIZE)
+    colours = (SERIES[place % len(SERIES)] for place in range(len(labels)))
+    _draw_labels(axes, list(zip(labels, [len(frame) - 0.6] * len(labels), middles, colours, strict=True)))
     return figure
 
 
@@ -324,6 +361,16 @@ def to_svg(figure: Figure, *, name: str, description: str) -> str:
     for sentinel, css in _CSS.items():
         body = body.replace(sentinel, css)
     return _open_tag(body, description) + body[body.index(">") + 1 :]
+
+
+def to_pdf(figure: Figure, y_label: str) -> bytes:
+    """The figure, in the colours of paper and with names of both axes, as PDF; the same figure gives the same bytes."""
+    axes = figure.axes[0]
+    axes.set_ylabel(y_label, color=INK, fontsize=FONT_SIZE)
+    buffer = io.BytesIO()
+    with _drawing, matplotlib.rc_context({"pdf.fonttype": 42}):
+        coloured(figure).savefig(buffer, format="pdf", bbox_inches="tight", metadata={"CreationDate": None})
+    return buffer.getvalue()
 
 
 def coloured(figure: Figure) -> Figure:

@@ -222,8 +222,8 @@ def _panels(folder: RunFolder, status: RunStatus, name: str) -> list[Panel]:
     compared = _rounds(folder.comparison) if folder.comparison else None
     found = quality_panels(rounds, compared, name, folder.summary)
     if len(rows):
-        title = f"ε so far, {view} view"
-        note = f"Per client, at its δ (at most {format_delta(status.delta_max)}), after each round; by rdp."
+        title = f"ε so far, {view} view (upper bounds)"
+        note = f"Per client, at its δ (at most {format_delta(status.delta_max)}), by rdp, so never too small."
         lines = _plots.epsilon_lines(rows, rounds, view)
         limits = {status.target_epsilon} if status.target_epsilon else set(status.budget_epsilon)
         limit = {"target" if status.target_epsilon else "budget": limits.pop()} if len(limits) == 1 else {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +16,15 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedpriv.files import replace_file
+from fedpriv.files import replace_file, replaced_file
 from fedpriv.privacy.accounting.views import View, readers_label
+from fedpriv.privacy.ledger.statement import adjacency_of
 from fedpriv.runs import RunFolder, account_parts, files, parse_epsilon
 from fedpriv.runs.figures import (
+    MISSING,
     audit_bound,
     audit_curve_bound,
+    bought,
     counts_next_tokens,
     figures,
     format_bound,
@@ -31,11 +36,13 @@ from fedpriv.runs.figures import (
     format_seconds,
     risk_figures,
     risk_sentences,
+    told_first,
     why_not_private,
 )
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show import _tables as tables
 from fedpriv.runs.show._tables import Stored, TextTable, accuracies_to_beat
+from fedpriv.texts import holder_label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +136,9 @@ def render(
             ),
             charged=_charged(run),
             failures=_failures(run),
-            panels=[*_first_of_each(_quality_panels(run), _epsilon_panels(run)), *_traffic_panels(run)],
+            panels=_panels(run, folded=False),
+            folded=_panels(run, folded=True),
+            paper=paper_of(run),
             settings={"Configuration": _texts(config), "Environment": _texts(environment)},
         )
     )
@@ -231,9 +240,13 @@ def _failures(run: RunFolder) -> dict[str, int]:
     return {str(status): int(count) for status, count in failed.value_counts().sort_index().items()}
 
 
-def _first_of_each(quality: Sequence[Panel], cost: Sequence[Panel]) -> list[Panel]:
-    """All panels, begun by what the run reached and what that cost."""
-    return [*quality[:1], *cost[:1], *quality[1:], *cost[1:]]
+def _panels(run: RunFolder, *, folded: bool) -> list[Panel]:
+    """The plots, begun by what the run reached and what that cost; or those of Theorem 1, which stand in a fold."""
+    views = told_first(run.summary["privacy_view"])
+    if folded:
+        return [] if "rho" in views else _epsilon_panels(run, ["rho"])
+    quality, cost = _quality_panels(run), _epsilon_panels(run, views)
+    return [*quality[:1], *cost[:1], *quality[1:], *cost[1:], *_label_panels(run), *_traffic_panels(run)]
 
 
 def _quality_panels(run: RunFolder) -> list[Panel]:
@@ -284,19 +297,48 @@ def _evaluation_panel(run: RunFolder, name: str) -> Panel:
     return panel("Private evaluation", note, svg, evaluated, format_percent)
 
 
-def _epsilon_panels(run: RunFolder) -> list[Panel]:
+def _epsilon_panels(run: RunFolder, views: Sequence[str]) -> list[Panel]:
+    """The upper bounds that were kept round by round, with the final figure where it is less."""
     delta = f"at its δ (at most {format_delta(run.summary['delta_max'])})"
     panels = []
-    views: dict[View, str] = {"local": "against the server", "rho": "by Theorem 1 of DP-LoRA"}
+    against = {"local": "against the server", "rho": "by Theorem 1 of DP-LoRA"}
     if _epsilon_aggregate(run.summary):
-        views = {"aggregate": f"against {_readers(run.summary)}, who learn sums alone", **views}
-    for view, against in views.items():
-        spent = _plots.epsilon_lines(run.clients, run.rounds, view)
-        title = f"ε so far, {view} view"
-        note = f"Per client, {against}, {delta}; live figures by rdp. Each view has a scale of its own."
-        svg = _plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}")
+        against["aggregate"] = f"against {_readers(run.summary)}, who learn sums alone"
+    for view in (cast("View", view) for view in views if view in against):
+        spent, final = final_epsilon_lines(run, view)
+        title = f"ε so far, {view} view (upper bounds)"
+        note = f"Per client, {against[view]}, {delta}; kept live by rdp, so never too small."
+        for epsilon in final.values():
+            note += f" The final figure, by {run.summary['accountant']}, is at most {format_bound(epsilon)}."
+        svg = _plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}", limits=final)
         panels.append(panel(title, note, svg, spent, format_bound))
     return panels
+
+
+def final_epsilon_lines(run: RunFolder, view: View) -> tuple[pd.DataFrame, dict[str, float]]:
+    """Each client's upper bounds by round, and {name: epsilon} of the largest final figure, if it is finite."""
+    final = parse_epsilon(run.summary[f"epsilon_{view}_max"])
+    lines = _plots.epsilon_lines(run.clients, run.rounds, view)
+    return lines, {"final": final} if 0 < final < math.inf else {}
+
+
+def _label_panels(run: RunFolder) -> list[Panel]:
+    """The labels of each client's records; none where the summary does not tell, as of records that are private."""
+    frame = label_frame(run.summary)
+    if frame is None:
+        return []
+    title = "Labels of each client"
+    svg = _plots.to_svg(_plots.label_figure(frame), name="labels", description=f"{title}, as shares of its records.")
+    return [panel(title, "Shares of its training records.", svg, frame, lambda value: f"{value:,.0f}")]
+
+
+def label_frame(summary: Mapping[str, Any]) -> pd.DataFrame | None:
+    """The number of records of each label, a row for each client; None if the summary does not tell."""
+    clients = [client for client in summary["clients"] if client.get("num_by_label")]
+    if not clients or len(clients) > _plots.MOST_BARS:
+        return None
+    names = pd.Index([holder_label(each["client"], each.get("name")) for each in clients], name="client")
+    return pd.DataFrame([each["num_by_label"] for each in clients], index=names, columns=summary["labels"], dtype=float)
 
 
 def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:
@@ -320,9 +362,13 @@ def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:
 
 
 def _traffic_panels(run: RunFolder) -> list[Panel]:
+    """The bytes by round, where rounds differ: a line that is level says no more than the sum above."""
     traffic = _plots.traffic_lines(run.rounds)
+    by_round = traffic[traffic.index > 0]
+    if not len(by_round) or ((by_round.max() - by_round.min()) <= 0.01 * by_round.max()).all():
+        return []
     titles = {
-        "round": ("Bytes in each round", "All clients together.", traffic[traffic.index > 0]),
+        "round": ("Bytes in each round", "All clients together.", by_round),
         "total": ("Bytes so far", "Summed over the rounds.", traffic.cumsum()),
     }
     return [
@@ -340,3 +386,81 @@ def panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: _p
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     """Settings as text: strings unchanged, anything else as JSON."""
     return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper:
+    """A run in the words of a paper: the sentence to copy, its table in LaTeX, and what its error bars are."""
+
+    sentence: str
+    table: str
+    bars: str
+
+
+def paper_of(run: RunFolder) -> Paper:
+    """The text of a finished run for a paper; unit, adjacency, view, accountant, delta and composed runs are in it."""
+    summary, config = run.summary, run.config
+    epsilon, whose, against = bought(summary)
+    delta, unit = format_delta(summary["delta_max"]), summary["unit"]
+    earlier = max((client["earlier_runs"] for client in summary["clients"]), default=0)
+    composed = f"{earlier} earlier run{'s' * (earlier > 1)} on the same data" if earlier else "no earlier run"
+    charged = _charged(run)
+    kept = "" if not why_not_private(run) else " This run itself protects nobody, since its noise is known or absent."
+    method = f"{config.get('aggregation', 'LoRA')} (rank {config['rank']})" if "rank" in config else "LoRA"
+    sentence = (
+        f"We fine-tuned {config.get('model', 'a model')} with {method} over {summary['num_clients']} holders in "
+        f"{summary['num_rounds']} rounds. What each holder released satisfies ({format_bound(epsilon)}, {delta})-"
+        f"differential privacy for {whose}, where neighbouring data sets differ in "
+        f"{adjacency_of(unit, summary.get('holders_per_person') or 1)}, against {against}. The "
+        f"{summary.get('mechanism', 'gaussian')} mechanism (noise multiplier {charged['noise multiplier z']}, sampling "
+        f"probability {charged['sampling probability q']}) was composed over all rounds by the {summary['accountant']} "
+        f"accountant of dp-accounting {run.environment.get('dp-accounting', '')}, together with {composed}. The figure "
+        f"is the largest over the holders; choosing this run among others is not in it.{kept}"
+    )
+    rows = [
+        f"{_latex(name)} & {_latex(accuracy)} & {_latex(f1 or MISSING)} & {_latex(note)} \\\\"
+        for name, accuracy, f1, note in tables.accuracy_table(summary).rows
+    ]
+    table = [r"\begin{tabular}{llll}", r"\toprule", r" & accuracy & macro F1 & \\", r"\midrule", *rows]
+    error = summary.get("accuracy_standard_error")
+    bars = "Accuracies have no error bars: no test set was at hand."
+    if error is not None:
+        bars = "Error bars are one standard error over the choice of the test records; other seeds differ by more."
+    return Paper(sentence=sentence, table="\n".join([*table, r"\bottomrule", r"\end{tabular}"]), bars=bars)
+
+
+def _latex(text: str) -> str:
+    """The text as LaTeX sets it."""
+    named = {"ε": r"$\varepsilon$", "δ": r"$\delta$", "±": r"$\pm$", "≤": r"$\leq$", MISSING: "--", "∞": r"$\infty$"}
+    escaped = "".join(named.get(char, f"\\{char}" if char in "&%$#_{}" else char) for char in text)
+    return re.sub(r"\b(\d+(?:\.\d+)?)e(-?\d+)\b", r"$\1 \\times 10^{\2}$", escaped)
+
+
+def write_paper(run_dir: Path, out: Path) -> list[Path]:
+    """Write `run.tex` and plots in PDF of a finished run for a paper into a folder, and return their paths.
+
+    Raises:
+        InputError: the run is not finished, or its folder is damaged.
+    """
+    run = RunFolder(run_dir).checked()
+    paper, summary = paper_of(run), run.summary
+    out.mkdir(parents=True, exist_ok=True)
+    text = f"% {run.name}\n{_latex(paper.sentence)}\n\n{paper.table}\n\n% {paper.bars}\n"
+    replace_file(out / "run.tex", text.encode(), mode=None)
+    figures: dict[str, tuple[Any, str]] = {}
+    if run.rounds["test_accuracy"].notna().any() and not counts_next_tokens(summary):
+        lines = _plots.compared_lines(run.rounds, run.comparison_rounds, "test_accuracy", "with DP")
+        bars = _plots.standard_errors(lines.iloc[:, 0], summary)
+        figures["accuracy"] = _plots.accuracy_figure(lines, accuracies_to_beat(summary), bars), "test accuracy"
+    for view in told_first(summary["privacy_view"]):
+        if view != "aggregate" or _epsilon_aggregate(summary):
+            spent, final = final_epsilon_lines(run, cast("View", view))
+            figures[f"epsilon-{view}"] = _plots.epsilon_figure(spent, final), f"ε, {view} view (rdp, upper bound)"
+    if (labels := label_frame(summary)) is not None:
+        figures["labels"] = _plots.label_figure(labels), "share of records"
+    written = [out / "run.tex"]
+    for name, (figure, y_label) in figures.items():
+        written.append(out / f"{name}.pdf")
+        with replaced_file(written[-1]) as file:
+            Path(file.name).write_bytes(_plots.to_pdf(figure, y_label))
+    return written

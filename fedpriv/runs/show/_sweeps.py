@@ -144,7 +144,9 @@ def _planned(folder: Path) -> tuple[str, dict[str, Mapping[str, Any]]]:
         raise InputError(f"{folder / files.SWEEP_PLAN}: what it says about its runs is damaged ({error!r})") from None
     # A key names a folder, and must name one in this one.
     if wrong := next((key for key in runs if not files.SWEEP_KEY.fullmatch(key)), None):
-        raise InputError(f"{folder / files.SWEEP_PLAN}: key = {wrong!r}: must be 16 digits of 0-9 and a-f")
+        raise InputError(
+            f"{folder / files.SWEEP_PLAN}: key = {wrong!r}: must be the name of a run, such as rank-4-1a2b3c4d"
+        )
     return str(values.get("title", folder.name)), runs
 
 

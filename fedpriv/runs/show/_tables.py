@@ -12,6 +12,7 @@ from fedpriv.runs import Sample, StoredAnswer, account_parts
 from fedpriv.runs.figures import (
     MISSING,
     asked_first,
+    best_baseline,
     format_accuracy,
     format_bound,
     format_bytes,
@@ -19,6 +20,7 @@ from fedpriv.runs.figures import (
     format_number,
     format_percent,
     of_this_run,
+    told_first,
 )
 from fedpriv.texts import holder_label, of_whom, what_is_counted
 
@@ -199,7 +201,7 @@ def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[floa
     """The numbers of a plot: a row per round, a column per line."""
     headers = (str(frame.index.name), *map(str, frame.columns))
     rows = tuple(
-        (f"{index:g}", *map(format_value, values))
+        (f"{index:g}" if isinstance(index, (int, float)) else str(index), *map(format_value, values))
         for index, values in zip(frame.index, frame.to_numpy(float), strict=True)
     )
     return TextTable(caption=caption, headers=headers, rows=rows)
@@ -208,7 +210,7 @@ def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[floa
 def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
     """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row."""
     view = summary["privacy_view"]
-    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in asked_first(view)}
+    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in told_first(view)}
     spent = views_text(epsilons, view, parts=account_parts(summary))
     cost = f"ε {spent}, δ {format_delta(summary['delta_max'])}"
     others = (
@@ -368,7 +370,7 @@ def views_text(
     of = "" if limit is None else f" of {limit[1]:.4g}"
     texts = [
         f"{format_bound(epsilon)}{of if name == view else ''} {name}"
-        for name in asked_first(view)
+        for name in told_first(view)
         if (epsilon := epsilons.get(name)) is not None
     ]
     return own + ", ".join(texts)
@@ -378,5 +380,5 @@ def accuracies_to_beat(summary: Mapping[str, Any]) -> dict[str, float]:
     """The accuracies that a run has to beat, by name: chance only where the largest class is not known."""
     largest = summary.get("majority_accuracy")
     guess = {"chance": summary.get("chance_accuracy")} if largest is None else {"largest class": largest}
-    named = {**guess, "each alone": summary.get("alone_accuracy"), "linear probe": summary.get("probe_accuracy")}
+    named = {**guess, "each alone": summary.get("alone_accuracy"), **dict(filter(None, [best_baseline(summary)]))}
     return {name: accuracy for name, accuracy in named.items() if accuracy is not None}

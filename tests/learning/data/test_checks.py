@@ -70,8 +70,8 @@ def test_persons_with_several_records_are_counted(tmp_path):
         "persons_at_several_clients": 1,
     }
     assert {key: found[key] for key in expected} == expected
-    out, _ = fedpriv("data", "check", path, "--text", "q", "--label", "", "--person", "who", "--model", "")
-    assert "protected as a group of 2" in out
+    out, _ = fedpriv("data", "check", path, "--text", "q", "--label", "", "--person", "who", "--model", "", code=1)
+    assert "counts as a group of 2" in out
 
 
 def test_lengths_are_those_of_the_model_s_tokens_and_records_that_are_cut_are_counted(tmp_path, tiny_bert):

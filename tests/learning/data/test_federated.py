@@ -351,3 +351,15 @@ def test_check_counts_what_a_run_would_see(file):
     assert result["labels"] == {"a": 30, "b": 30}
     assert result["clients"] == {"s0": 20, "s1": 20, "s2": 20}
     assert (result["records"], result["empty_texts"], result["duplicate_texts"]) == (60, 0, 0)
+
+
+def test_runs_of_several_seeds_may_share_their_data(file):
+    dealt = {"data": str(file), "partition": "iid", "num_clients": 2, "client_column": "", "public_data": True}
+
+    def data(**seeds: int) -> tuple[object, ...]:
+        found = load(parse(dealt | seeds))
+        return (*(records.texts for records in found.clients), found.test.texts)
+
+    assert data(seed=1) == data(seed=2, data_seed=1) == data(seed=3, data_seed=1) != data(seed=2)
+    assert holdings(parse(dealt | {"seed": 1})) == holdings(parse(dealt | {"seed": 2, "data_seed": 1}))
+    assert holdings(parse(dealt | {"seed": 1})) != holdings(parse(dealt | {"seed": 1, "data_seed": 2}))

@@ -116,7 +116,7 @@ def run_of(tiny_bert) -> Callable[..., object]:
 
 def test_check_names_each_mistake_and_a_run_refuses_or_warns(messy, run_of, capsys):
     path, refused, warned = messy
-    values = as_json("data", "check", path, "--client", "site", "--model", "")
+    values = as_json("data", "check", path, "--client", "site", "--model", "", code=int(bool(refused)))
     found = values["mistakes"]
     assert {each["kind"] for each in found if each["refused"]} == refused
     assert {each["kind"] for each in found if not each["refused"]} == warned
@@ -188,7 +188,7 @@ def test_how_a_file_was_read_is_said(tmp_path):
 def test_blanks_are_visible_and_lines_are_those_of_the_file(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(with_empty_lines().replace(",Positive,", ",Positive ,", 1))
-    out, _ = fedpriv("data", "check", path, "--client", "site", "--model", "")
+    out, _ = fedpriv("data", "check", path, "--client", "site", "--model", "", code=1)
     assert "  'Positive '  1\n" in out
     assert "labels: 'Positive ' differs from 'Positive' by case or blanks alone (1 record, line 3)" in out
     assert "clients: nobody holds some records (2 records, lines 14, 186)" in out

@@ -331,3 +331,13 @@ def test_uploads_of_the_ledger_keep_their_keys_apart():
 def test_what_has_no_answer_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("others", [[], [VARIANTS["global", 1]]], ids=["alone", "beside a known one"])
+def test_what_is_of_unknown_origin_bounds_nothing_and_what_is_public_costs_nobody_anything(others):
+    unknown = publication_cost([History(name="found"), *others], DELTAS)
+    assert unknown.is_unknown
+    assert unknown.guarantee.epsilon == math.inf
+    assert {each.guarantee.epsilon for each in unknown.by_data_set} <= {math.inf}
+    public = publication_cost([History(name="found", ancestors=frozenset()), *others], DELTAS)
+    assert public.guarantee.epsilon == publication_cost(others, DELTAS).guarantee.epsilon < math.inf

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.runs.show._report_page import write_report
+from fedpriv.runs.show._report_page import write_paper, write_report
 from tests.marks import slow
 
 WriteRun = Callable[..., Path]  # the fixture in conftest.py
@@ -199,10 +199,60 @@ def test_the_same_run_gives_the_same_bytes(write_run: WriteRun) -> None:
     assert write_report(run_dir).read_bytes() == first
 
 
-def test_a_run_without_comparison_shows_a_dash(write_run: WriteRun) -> None:
+BASELINES = {"probe_accuracy": 0.9, "tfidf_accuracy": 0.91}
+
+
+def test_the_page_leads_with_what_was_bought_and_folds_theorem_1(write_run: WriteRun) -> None:
+    page = report(run_dir := write_run(**BASELINES))
+    tiles = page.text.split("received.")[1].split("Round by round")[0]
+    order = ["Accuracy with DP", "ε of one record at δ = 1e-5, against the server, which sees every upload"]
+    order += ["Best baseline: TF-IDF, no privacy91.0%", "Without noise"]
+    places = [tiles.index(words) for words in order]
+    assert places == sorted(places)
+    text = (run_dir / "report.html").read_text()
+    assert text.index("<details><summary>Theorem 1 of DP-LoRA") < text.index("ε so far, rho view") < text.index("<ul>")
+    assert "Bytes in each round" in text, "one reply failed"
+    edit_csv(run_dir / "rounds.csv", bytes_up="100", bytes_down="100")
+    assert "Bytes in each round" not in write_report(run_dir).read_text()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"privacy_view": "rho"}))
+    assert "<details open><summary>Theorem 1 of DP-LoRA" in write_report(run_dir).read_text()
+
+
+def test_a_paper_gets_the_sentence_the_table_and_plots_with_named_axes(write_run: WriteRun, tmp_path: Path) -> None:
+    run_dir = write_run(**BASELINES, accuracy_standard_error=0.01)
+    sentence = report(run_dir).text.split("For your paper")[1]
+    for words in (
+        "differential privacy for one record, where neighbouring data sets differ in one record of the client added or",
+        "against the server, which sees every upload",
+        "1e-5)-differential privacy",
+        "by the pld accountant",
+        "together with no earlier run",
+        "Error bars are one standard error over the choice of the test records",
+    ):
+        assert words in sentence
+    written = write_paper(run_dir, tmp_path / "paper")
+    assert [path.name for path in written] == ["run.tex", "accuracy.pdf", "epsilon-local.pdf"]
+    assert all(path.read_bytes().startswith(b"%PDF") for path in written[1:])
+    again = write_paper(run_dir, tmp_path / "again")
+    assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
+    tex = written[0].read_text()
+    assert r"\begin{tabular}{llll}" in tex
+    assert r"$\varepsilon$" in tex
+    assert "ε" not in tex
+    summary = json.loads((run_dir / "summary.json").read_text())
+    labels = {"labels": ["a", "b"], "confusion_matrix": None}
+    clients = [client | {"num_by_label": [3, 7]} for client in summary["clients"]]
+    (run_dir / "summary.json").write_text(json.dumps(summary | labels | {"clients": clients}))
+    assert "Labels of each client" in report(run_dir).text
+    assert (tmp_path / "paper" / "labels.pdf") in write_paper(run_dir, tmp_path / "paper")
+
+
+def test_a_run_without_comparison_has_no_empty_card(write_run: WriteRun) -> None:
     run_dir = write_run(accuracy_non_private=None)
     shutil.rmtree(run_dir / "comparison")
-    assert "Without noise (z = 0, still clipped)–" in report(run_dir).text
+    assert "Without noise" not in (text := report(run_dir).text)
+    assert "–" not in text.split("Round by round")[0]
 
 
 @pytest.mark.usefixtures("plots")
@@ -210,7 +260,7 @@ def test_a_run_in_which_nobody_took_part_has_a_page(write_run: WriteRun) -> None
     run_dir = write_run(clients=[])
     header = (run_dir / "clients.csv").read_text().splitlines()[0]
     (run_dir / "clients.csv").write_text(header + "\n")
-    assert ("aria-label", "ε so far, local view: no data.") in report(run_dir).attributes
+    assert ("aria-label", "ε so far, local view (upper bounds): no data.") in report(run_dir).attributes
 
 
 MISSING = ["config.toml", "environment.json", "rounds.csv", "clients.csv", "summary.json"]

@@ -20,7 +20,7 @@ from fedpriv.runs.show import _sweeps, watch
 from fedpriv.runs.show._progress_page import PageWriter, RunPage, Share, Timing, kept_page, sweep_page
 from tests.runs.written import client_row, registrations, round_row
 
-KEYS = ("0123456789abcdef", "fedcba9876543210")
+KEYS = ("rank-4-01234567", "rank-8-fedcba98")
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u202e"
 WRITTEN = 1_800_000_000
 GOING = Timing(written=WRITTEN, due=WRITTEN + 60, every=5, silence=540)
@@ -198,7 +198,7 @@ def test_a_sweeps_settings_are_text_and_its_keys_name_folders_within(tmp_path: P
     assert "<script" not in page
     for key in ("../../etc", "/etc", "..", "0123"):
         (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"key": key, "varied": {}}]}))
-        with pytest.raises(InputError, match="must be 16 digits"):
+        with pytest.raises(InputError, match="must be the name of a run"):
             sweep_page(tmp_path, GOING)
 
 

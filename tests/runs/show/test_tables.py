@@ -166,7 +166,7 @@ def test_a_few_clients_are_all_listed() -> None:
 
 
 def test_the_closing_line_quotes_the_view_that_the_target_was_set_on():
-    assert _closing_line(SUMMARY) == "ε 8.00 on the local view, target 8; by pld, at δ 1e-5; rho 16.2"
+    assert _closing_line(SUMMARY) == "ε 8.00 on the local view, target 8; by pld, at δ 1e-5"
     on_rho = _closing_line(SUMMARY | {"privacy_view": "rho", "target_epsilon": None, "budget_epsilon": [20.0]})
     assert on_rho == "ε 16.2 on the rho view, budget 20; by pld, at δ 1e-5; local 8.00"
     summed = _closing_line(SUMMARY | {"privacy_view": "aggregate", "epsilon_aggregate_max": 1.0})
@@ -175,7 +175,7 @@ def test_the_closing_line_quotes_the_view_that_the_target_was_set_on():
 
 def test_a_run_of_an_earlier_version_and_one_without_noise_have_a_line_too():
     older = {key: value for key, value in SUMMARY.items() if key != "target_epsilon"}
-    assert _closing_line(older) == "ε 8.00 on the local view; by pld, at δ 1e-5; rho 16.2"
+    assert _closing_line(older) == "ε 8.00 on the local view; by pld, at δ 1e-5"
     assert _closing_line(SUMMARY | {"epsilon_local_max": None}).startswith("ε ∞ on the local view")
 
 
@@ -195,15 +195,14 @@ def test_a_target_stands_with_what_this_run_spent_and_a_budget_with_the_whole_of
     shared = SUMMARY | {"target_epsilon": 1.0, "epsilon_this_run_max": 0.996, "epsilon_before_max": 9.0}
     shared |= {"epsilon_local_max": 9.4}
     assert _closing_line(shared) == (
-        "ε 0.996 of target 1 in this run, 9.00 in the account before it: 9.40 on the local view; by pld, at δ 1e-5; "
-        "rho 16.2"
+        "ε 0.996 of target 1 in this run, 9.00 in the account before it: 9.40 on the local view; by pld, at δ 1e-5"
     )
     budgeted = _closing_line(shared | {"target_epsilon": None, "budget_epsilon": [12.0]})
     assert "0.996 in this run, 9.00 in the account before it: 9.40 on the local view, budget 12" in budgeted
     unbounded = _closing_line(shared | {"epsilon_before_max": None, "epsilon_local_max": None})
     assert "∞ in the account before it" in unbounded
     text = views_text({"local": 9.4, "rho": 16.2}, "local", ("target", 1.0), (0.996, 9.0))
-    assert text == "0.996 of target 1 in this run, 9.00 in the account before it: 9.40 local, 16.2 rho"
+    assert text == "0.996 of target 1 in this run, 9.00 in the account before it: 9.40 local"
 
 
 @pytest.mark.parametrize(("refuted", "verdict"), [(False, "the claim of ε = 8.00 stands"), (True, "this refutes")])

@@ -24,7 +24,8 @@ def test_every_series_of_a_run_is_drawn(
 ) -> None:
     federation.run(parse({**small_run, **changes, "out": str(tmp_path / "run")}), LogObserver())
     page = (tmp_path / "run" / "report.html").read_text()
-    series = [*measured, "ε so far, local view", "ε so far, rho view", "Bytes in each round", "Bytes so far"]
+    series = [*measured, "ε so far, local view (upper bounds) over", "ε so far, rho view (upper bounds) over"]
+    series += ["Labels of each client,"] if changes.get("comparison") else []
     assert page.count("<svg") == len(series) + 1
     assert page.count('aria-label="The share found at most, ') == 1
     for name in series:

@@ -65,6 +65,7 @@ class _Stored:
         stated: what it cost, with whatever was spent on validation; None if the store does not say.
         accuracy, perplexity: on the validation records; None of what is not measured, or if the records are private.
         is_private: validation was itself a release, which no upload tells of.
+        is_unknown: nothing says what it was computed from.
     """
 
     bases: tuple[str, ...]
@@ -72,6 +73,7 @@ class _Stored:
     accuracy: float | None
     perplexity: float | None
     is_private: bool
+    is_unknown: bool
 
 
 class Cards:
@@ -115,6 +117,7 @@ class Cards:
         # Neither what private validation released nor what a damaged manifest names is known from uploads.
         told = [self._stored[name] for name in consulted if name in self._stored]
         hidden = any(stored is None or stored.is_private for stored in told)
+        is_unknown = any(d.history.is_unknown for d in described) or any(s.is_unknown for s in told if s)
         units = {event.unit for each in described for event in _events(each.history)}
         note, method, guarantee, risk = "", "basic", by_store, None
         if len(described) == len(consulted) and not hidden and len(units) <= 1:
@@ -130,7 +133,7 @@ class Cards:
                 guarantee, method, view = summed, "run", "aggregate"
         if len(units) > 1:
             note = "these variants protect different units, whose guarantees have no common epsilon"
-        elif guarantee is None:
+        elif guarantee is None or is_unknown:
             note = "nothing says what went into it: take it as not private"
         elif not math.isfinite(guarantee.epsilon):
             note = "no noise, or too little: this protects nobody"
@@ -229,6 +232,7 @@ def _stored(manifest: Manifest) -> _Stored:
         accuracy=accuracy_after(outcome),
         perplexity=perplexity_after(outcome),
         is_private=bool(manifest.bases and outcome) and utilities(outcome) is None,
+        is_unknown=outcome.get("origin_known") is False,
     )
 
 
