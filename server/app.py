@@ -35,7 +35,7 @@ from server.affordable import check_affordable
 from server.bookkeeping import announce_budgets
 from server.checkpoint import Checkpoint
 from server.observer import FollowedObserver, LogObserver, Observer, RunProgress
-from server.registration import NO_NODE, Nodes, check_counted, register_nodes
+from server.registration import NO_NODE, Nodes, check_counted, label_of, register_nodes
 from server.round import Receipts
 from server.series import Series
 from server.summary import SeriesOutcome, summarize
@@ -152,8 +152,11 @@ def _carry_out(
         announce_budgets(series.books, config, series.names, observer)
         if config.data == ON_NODES:
             after = resumed.round if resumed else 0
-            observer.progressed(RunProgress(what="asking the nodes what their budgets allow"))
-            check_affordable(grid, config, nodes, series.books.costs, after=after, observer=observer)
+            observer.progressed(RunProgress(what="asking the nodes what they allow"))
+            times = check_affordable(grid, config, nodes, series.books.costs, after=after, observer=observer)
+            said = ", ".join(f"{label_of(nodes, client)} {seconds:,.1f} s" for client, seconds in times.items())
+            log.info("replies leave after their charge: %s; a round waits %g s", said, config.round_seconds)
+            writer.journal.write("reply_times", round_seconds=config.round_seconds, replies_after=said)
         if resumed:
             gone = [
                 holder_label(client, series.names[client])

@@ -51,6 +51,7 @@ def init(
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Write figures for Prometheus to DIR/metrics/fedpriv.prom.")
     ] = False,
+    contact: Annotated[str, typer.Option(help="Whom institutions ask; invitations show it.")] = "",
 ) -> None:
     """Create a coordinator's folder: a certificate authority, a server certificate, and the run that is planned.
 
@@ -69,6 +70,7 @@ def init(
         passphrase=passphrase,
         planned=runs.given(override or []),
         metrics=metrics,
+        contact=contact,
     )
     typer.echo(f"created {coordinator.folder}; {coordinator.ca_key} is encrypted, and needed for `renew` alone")
     _tell_passphrase(ca_passphrase_file, passphrase)

@@ -16,7 +16,7 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import Journal, trace_without_message
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits
-from fedpriv.holder.wire.frame import FAILED, REFUSED, RETIRED, FrameError, Response
+from fedpriv.holder.wire.frame import FAILED, REFUSED, RETIRED, WAITING, FrameError, Response
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.accountants import check_delta, stays_within
 from fedpriv.privacy.accounting.events import Event
@@ -32,12 +32,19 @@ log = logging.getLogger(__name__)
 # Characters of a refusal, which may quote what a coordinator sent.
 _LONGEST_REASON = 300
 
+# Of a target that a coordinator has calibrated noise to.
+_ROUNDING = 1e-6
+
 Choice = RenyiFilter | GaussianFilter | CommittedPlan
 """A rule that an operator can choose at once."""
 
 
 class RefusedError(Exception):
     """The guard refused before anything was computed; the message holds public values only, so it may be sent."""
+
+
+class WaitingError(RefusedError):
+    """The guard refused until the node's operator has looked at the run; it may then let the same request pass."""
 
 
 class RetiredError(RefusedError):
@@ -59,7 +66,8 @@ def refused(error: Exception, journal: Journal, **named: str | int) -> Response:
     if isinstance(error, RetiredError):
         event, code, reason = "retired", RETIRED, f"retired: {error}"
     elif isinstance(error, (RefusedError, FrameError)):  # of which neither quotes a record
-        event, code, reason = "refused", REFUSED, f"refused: {error}"[:_LONGEST_REASON]
+        code = WAITING if isinstance(error, WaitingError) else REFUSED
+        event, reason = "refused", f"refused: {error}"[:_LONGEST_REASON]
     elif isinstance(error, LedgerError):
         event, code, reason = "refused", REFUSED, "refused: this node's ledger cannot be used; its log says why"
     elif not isinstance(error, InputError):  # which may name the node's own keys, columns or labels
@@ -203,7 +211,14 @@ def _say_what_changed(ledger: Ledger, data_set: DataSet, content: bytes, num_rec
 
 
 def charge(
-    policy: NodePolicy, key: Key, release: Release, data_set: DataSet | None, *, noise_source: str, shown: str = ""
+    policy: NodePolicy,
+    key: Key,
+    release: Release,
+    data_set: DataSet | None,
+    *,
+    noise_source: str,
+    shown: str = "",
+    agreed: tuple[float, PlannedView] | None = None,
 ) -> tuple[bool, str]:
     """Charge a release to the node's own ledger, if it keeps one, durably and before anything is computed.
 
@@ -246,6 +261,8 @@ def charge(
             raise RetiredError("ledger: was restored, and what was spent before is not known in full")
         if policy.limits is not None and ledger.chain(data_set.id).newest.counter >= policy.limits.max_releases:
             raise RetiredError(f"max_releases = {policy.limits.max_releases}: these data have had so many releases")
+        if agreed is not None:
+            _check_target(ledger, new_charge, *agreed, data_set)
         _check_budget(policy, ledger, release, data_set)
         ledger.charge([new_charge])
         return True, _sign_newest(policy, ledger, data_set)
@@ -284,6 +301,21 @@ def _check_newest(policy: NodePolicy, ledger: Ledger, shown: str) -> None:
 def _sign_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet) -> str:
     """Sign and keep the receipt of the last charge, before anything is computed for it; empty if none is kept."""
     return policy.watch.sign(ledger.chain(data_set.id)).text() if policy.watch is not None else ""
+
+
+def _check_target(ledger: Ledger, new: Charge, target: float, view: PlannedView, data_set: DataSet) -> None:
+    """Refuse a release with which the run's rounds, each counted once, cost more epsilon than its holders agreed to.
+
+    A round that is asked again costs again, and the budget bounds that.
+    """
+    rounds: dict[int | None, Event] = {}
+    for key, release in (*ledger.releases_of(data_set.id, new.key.run), (new.key, new.release)):
+        event = release.charged_on(view)
+        known = rounds.setdefault(key.round, event)
+        if event.effective_noise_multiplier < known.effective_noise_multiplier:
+            rounds[key.round] = event
+    if not stays_within(rounds.values(), data_set.delta, target * (1 + _ROUNDING)):
+        raise RefusedError(f"target_epsilon = {target:g}: this run's rounds would cost more than that, as was agreed")
 
 
 def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set: DataSet) -> None:
