@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
 from fedpriv.config import ON_NODES, RunConfig, parse, with_mechanism_parameters
-from fedpriv.errors import InputError
+from fedpriv.errors import DiskFullError, FlowerError, InputError, LedgerError, TooFewClientsError
 from fedpriv.learning.data.identity import other_partitions
 from fedpriv.learning.training.noise_plan import calibrated, decided
 from fedpriv.learning.training.workbench import Workbench, workbench
@@ -46,6 +46,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flwr")
 
+EXPECTED = (InputError, TooFewClientsError, LedgerError, DiskFullError, FlowerError)
+
+
+class WithoutTrace(logging.Filter):
+    """Leaves of an end that is expected the one line that says why: neither Flower's traceback nor its exit code."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged, once it is one line."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, EXPECTED):
+            record.msg, record.args, record.exc_info = f"the run ends: {error}", (), None
+        return not record.getMessage().startswith("Exit Code: ")
+
 
 def make_app(observer: Observer, during: Callable[[], AbstractContextManager[None]] = nullcontext) -> ServerApp:
     """The ServerApp whose run reports to the observer, within a context if there is one."""
@@ -60,8 +73,12 @@ def make_app(observer: Observer, during: Callable[[], AbstractContextManager[Non
                 raise InputError(
                     f"{key} = {path!r}: must be an absolute path, since Flower runs in a folder of its own"
                 )
-        with during():
-            run(grid, config, observer)
+        try:
+            with during():
+                run(grid, config, observer)
+        except EXPECTED:
+            log.addFilter(WithoutTrace())
+            raise
 
     return app
 

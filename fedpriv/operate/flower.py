@@ -219,7 +219,7 @@ def _run_in_foreground(
     relay.join(timeout=2)
     if -code in forwarder.received:
         return 0
-    return max(code, not forwarder.received) if code >= 0 else 128 - code
+    return max(code, 0 if forwarder.received else 1) if code >= 0 else 128 - code
 
 
 def run_and_explain(

@@ -18,10 +18,11 @@ from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits
 from fedpriv.holder.wire.frame import FAILED, REFUSED, RETIRED, WAITING, FrameError, Response
 from fedpriv.privacy.accounting import filters
-from fedpriv.privacy.accounting.accountants import check_delta, stays_within
+from fedpriv.privacy.accounting.accountants import check_delta, epsilon_of, stays_within
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter, Rule
 from fedpriv.privacy.accounting.views import PlannedView, Release, default_delta
+from fedpriv.privacy.ledger import statement
 from fedpriv.privacy.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
@@ -266,6 +267,18 @@ def charge(
         _check_budget(policy, ledger, release, data_set)
         ledger.charge([new_charge])
         return True, _sign_newest(policy, ledger, data_set)
+
+
+def spent_so_far(policy: NodePolicy, data_set: DataSet) -> str:
+    """A line on what the data have spent by now and how much of the budget is used up, for the node's operator."""
+    assert policy.ledger is not None, "a node with records of its own keeps a ledger"
+    view, budget = policy.budget_view, policy.budget_epsilon
+    with reading(policy.ledger) as db:
+        events = [release.charged_on(view) for release in db.releases(data_set.id)]
+        used = statement.enforced(db, data_set, budget, view)[1] if budget else 0.0
+    spent = epsilon_of(events, data_set.delta, "rdp").epsilon
+    left = f" of {budget:g}; {used:.0%} of the budget is used up by the rule that enforces it" if budget else ""
+    return f"epsilon {spent:.3g} on the {view} view at delta {data_set.delta:.2g}{left}"
 
 
 def _check_event(event: Event) -> None:

@@ -28,7 +28,7 @@ from fedpriv.holder.vault._guard import (
     check_unit,
 )
 from fedpriv.holder.vault._summed import Part
-from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
+from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_named, run_of
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import (
     ADVERTISE,
@@ -316,6 +316,8 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
         shown=str(request.own.get(kinds.RECEIPT, "")),
         agreed=agreed,
     )
+    if is_new and data_set is not None and isinstance(holder, NodeHolder):
+        _tell_charged(decoded, release, config, holder, data_set)
     # The last step before any record is touched. From here on until T has passed, nothing may leave.
     holder.before_records(reply.seconds if reply else 0.0)
     if is_new:
@@ -339,6 +341,19 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
         receipt=receipt,
         room=room,
     )
+
+
+def _tell_charged(
+    decoded: _Decoded, release: Release, config: RunConfig, holder: NodeHolder, data_set: DataSet
+) -> None:
+    """Log a line on a new charge, from public numbers alone; nothing that goes wrong stops what is paid for."""
+    noise = release.charged_on(holder.policy.budget_view).effective_noise_multiplier
+    part = "in a sum" if decoded.part else "alone"
+    where = f"{run_named(config)}, round {decoded.key.round} of {config.rounds}, {part}, effective noise {noise:.3g}"
+    try:
+        log.info("charged: %s; now %s", where, _charging.spent_so_far(holder.policy, data_set))
+    except Exception as error:
+        log.warning("charged: %s; what is spent by now is not known (%s)", where, error)
 
 
 def _agreed(decoded: _Decoded, config: RunConfig, holder: NodeHolder) -> tuple[float, PlannedView] | None:

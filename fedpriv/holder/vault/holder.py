@@ -38,6 +38,7 @@ from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask
 from fedpriv.learning.training.workbench import Workbench, workbench
 from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.privacy.ledger.reader import reading
+from fedpriv.texts import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +182,11 @@ def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:
             "FEDPRIV_TRUST_RUN_CONFIG=1"
         )
     return config
+
+
+def run_named(config: RunConfig) -> str:
+    """A run by the name of its folder, and its purpose, as its coordinator has them."""
+    return printable(f"run {Path(config.out).name or 'without a name'} ({config.purpose or 'no purpose named'})")
 
 
 def bench_of(config: RunConfig, holder: Holder) -> Workbench:

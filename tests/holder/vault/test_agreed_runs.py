@@ -3,12 +3,15 @@
 The coordinator that sends another run here is one that the node has admitted; it may lie about everything.
 """
 
+import logging
+import re
 from dataclasses import replace
 
 import pytest
 
 from clients.deploy import admission
 from fedpriv.config import parse
+from fedpriv.holder.vault import _charging
 from fedpriv.holder.vault.settings import agreed_runs, agreed_text, differences, terms_of
 from fedpriv.holder.wire.frame import REFUSED, WAITING
 from fedpriv.learning.training import workbench
@@ -107,6 +110,24 @@ def test_a_request_that_its_own_run_does_not_make_is_refused_uncharged(node, sta
     answer = ask(own, training(run_config(), start, fields=fields))
     assert (answer.code, reason in answer.response.reason) == (REFUSED if reason else 0, True), answer
     assert num_charges(own) == (not reason)
+
+
+def test_a_run_and_a_charge_have_a_line_each_in_the_log(node, start, caplog, monkeypatch):
+    run = run_config(purpose="triage", out="/srv/runs/spring")
+    own = node(run, budget_epsilon=9.0)
+    with caplog.at_level(logging.INFO):
+        ask(own, registering(run))
+        assert not ask(own, training(run, start)).code
+        monkeypatch.setattr(_charging, "spent_so_far", lambda *_: 1 / 0)
+        assert not ask(own, training(run, start, round_=2)).code, "a line is nothing that a paid release waits for"
+    lines = [record.getMessage() for record in caplog.records if "spring" in record.getMessage()]
+    assert lines[0] == "run spring (triage) registers this node: 3 rounds of single uploads, z = 1.0"
+    assert re.match(
+        r"charged: run spring \(triage\), round 1 of 3, alone, effective noise 1; now epsilon \d\.\d+ on the "
+        r"local view at delta 1e-05 of 9; \d+% of the budget is used up by the rule that enforces it",
+        lines[1],
+    ), lines[1]
+    assert "round 2 of 3, alone, effective noise 1; what is spent by now is not known" in lines[2]
 
 
 @pytest.mark.parametrize("settings", [{}, {"require_secure_sums": True}])
