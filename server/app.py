@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 import fedpriv
 from fedpriv.config import ON_NODES, RunConfig, parse, why_recipe, with_mechanism_parameters
-from fedpriv.errors import InputError
+from fedpriv.errors import DiskFullError, FlowerError, InputError, LedgerError, TooFewClientsError
 from fedpriv.learning.data.identity import other_partitions
 from fedpriv.learning.training.noise_plan import calibrated, decided
 from fedpriv.learning.training.workbench import Workbench, workbench
@@ -35,7 +35,7 @@ from server.affordable import check_affordable
 from server.bookkeeping import announce_budgets
 from server.checkpoint import Checkpoint
 from server.observer import FollowedObserver, LogObserver, Observer, RunProgress
-from server.registration import NO_NODE, Nodes, check_counted, register_nodes
+from server.registration import NO_NODE, Nodes, check_counted, label_of, register_nodes
 from server.round import Receipts
 from server.series import Series
 from server.summary import SeriesOutcome, summarize
@@ -45,6 +45,19 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("flwr")
+
+EXPECTED = (InputError, TooFewClientsError, LedgerError, DiskFullError, FlowerError)
+
+
+class WithoutTrace(logging.Filter):
+    """Leaves of an end that is expected the one line that says why: neither Flower's traceback nor its exit code."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged, once it is one line."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, EXPECTED):
+            record.msg, record.args, record.exc_info = f"the run ends: {error}", (), None
+        return not record.getMessage().startswith("Exit Code: ")
 
 
 def make_app(observer: Observer, during: Callable[[], AbstractContextManager[None]] = nullcontext) -> ServerApp:
@@ -62,8 +75,12 @@ def make_app(observer: Observer, during: Callable[[], AbstractContextManager[Non
                 raise InputError(
                     f"{key} = {path!r}: must be an absolute path, since Flower runs in a folder of its own"
                 )
-        with during():
-            run(grid, config, observer)
+        try:
+            with during():
+                run(grid, config, observer)
+        except EXPECTED:
+            log.addFilter(WithoutTrace())
+            raise
 
     return app
 
@@ -156,8 +173,11 @@ def _carry_out(
         announce_budgets(series.books, config, series.names, observer)
         if config.data == ON_NODES:
             after = resumed.round if resumed else 0
-            observer.progressed(RunProgress(what="asking the nodes what their budgets allow"))
-            check_affordable(grid, config, nodes, series.books.costs, after=after, observer=observer)
+            observer.progressed(RunProgress(what="asking the nodes what they allow"))
+            times = check_affordable(grid, config, nodes, series.books.costs, after=after, observer=observer)
+            said = ", ".join(f"{label_of(nodes, client)} {seconds:,.1f} s" for client, seconds in times.items())
+            log.info("replies leave after their charge: %s; a round waits %g s", said, config.round_seconds)
+            writer.journal.write("reply_times", round_seconds=config.round_seconds, replies_after=said)
         if resumed:
             gone = [
                 holder_label(client, series.names[client])

@@ -92,6 +92,13 @@ class RoundCosts:
                 planned.append((release, count))
         return planned
 
+    def asked(self, client: int, after: int, num_rounds: int) -> list[tuple[UpdateSpec, Release]]:
+        """(what the next rounds, and the evaluation, ask of a client, one such release), each once."""
+        specs = self._schedule.counts(after, num_rounds)
+        asked = [(spec, self._worst_of(spec, [client], self._sizes)[client]) for spec in specs]
+        evaluation = EvaluationSpec.of(self._config)
+        return asked + [(evaluation.update, release) for release in self.evaluation_releases if evaluation]
+
     def grid(self, round_: int) -> SumGrid | None:
         """The grid of a round's sum, from 1; None without secure aggregation."""
         return self._grids[self._schedule.spec(round_)]

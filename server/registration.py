@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedpriv.errors import InputError
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import REGISTER, Request
+from fedpriv.holder.wire.frame import REGISTER, WAITING, Request
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.entries import DataSet
@@ -22,6 +22,8 @@ from server.exchange import answer_in, message_to, reason_of
 log = logging.getLogger("flwr")
 
 _POLL_SECONDS = 0.5
+# A node whose operator is to look at the run first is asked again after so long.
+_WAITING_SECONDS = 5.0
 # Nodes that are asked before their answers are read, which all at once would take more memory than the run.
 _MOST_AT_ONCE = 1000
 
@@ -99,8 +101,15 @@ def register_nodes(
     deadline = time.monotonic() + wait
     nodes: Nodes = {}
     inquiry, answered = Inquiry(), set[int]()
+    waiting: dict[int, float] = {}
     while True:
-        for node_id, reply in inquiry.answers(grid, leave_out=answered):
+        resting = {node_id for node_id, until in waiting.items() if until > time.monotonic()}
+        for node_id, reply in inquiry.answers(grid, leave_out=answered | resting):
+            if reply.has_error() and reply.error.code == WAITING:
+                if node_id not in waiting:
+                    log.warning("node %s: %s", node_id, reason_of(reply))
+                waiting[node_id] = time.monotonic() + _WAITING_SECONDS
+                continue
             answered.add(node_id)
             _add(reply, node_id, nodes, node_keys, secure_aggregation=secure_aggregation)
         are_all = len(nodes.keys() - set(may_be_missing)) >= num_expected - len(may_be_missing)

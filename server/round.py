@@ -23,7 +23,7 @@ from flwr.serverapp import Grid
 from fedpriv.config import FederationSection, RunConfig
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import REFUSED, RETIRED, Request
+from fedpriv.holder.wire.frame import REFUSED, RETIRED, WAITING, Request
 from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import UpdateSpec
@@ -37,7 +37,7 @@ from server.registration import NO_NODE, Inquiry, Nodes, check_same, label_of, r
 
 log = logging.getLogger("flwr")
 
-_STATUS_OF_ERROR = {REFUSED: "refused", RETIRED: "retired"}
+_STATUS_OF_ERROR = {REFUSED: "refused", RETIRED: "retired", WAITING: "refused"}
 
 
 ROUNDS_WITHOUT_ANSWER = 2

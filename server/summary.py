@@ -28,6 +28,7 @@ from fedpriv.privacy.accounting.risk import Risk
 from fedpriv.privacy.accounting.views import VIEWS
 from fedpriv.privacy.ledger.accounts import Part
 from fedpriv.runs import ClientTotals, RoundRow
+from fedpriv.runs.figures import above_target
 from fedpriv.runs.plan.preflight import objections_to_aggregate
 from server.evaluation import PrivateEvaluation
 from server.strategy import RuleStrategy
@@ -98,7 +99,7 @@ def summarize(
     caveat = outcome.strategy.books.costs.caveat
     evaluation = outcome.evaluation
     estimate = evaluation.estimate if evaluation else None
-    return {
+    summary: dict[str, Any] = {
         "accuracy": estimate.accuracy if estimate else rows[-1].test_accuracy,
         "accuracy_interval": [estimate.low, estimate.high] if estimate else None,
         "evaluation_noise_multiplier": config.evaluation_noise_multiplier,
@@ -148,6 +149,8 @@ def summarize(
         "configuration_digest": config.digest,
         "clients": _Entries(entry, tuple(outcome.strategy.books.sizes)),
     }
+    summary["warnings"] += filter(None, [above_target(summary)])
+    return summary
 
 
 class _Entries(Sequence[dict[str, Any]]):

@@ -18,6 +18,8 @@ from fedpriv import config as configuration
 from fedpriv.config import KEYS, RECIPES, schema
 from fedpriv.errors import DiskFullError, InputError, LedgerError, TooFewClientsError
 from fedpriv.operate.processes import signals_handled_by
+from fedpriv.runs import RunFolder
+from fedpriv.runs.figures import ABOVE_TARGET, above_target
 from fedpriv.texts import printable
 from simulations import api
 from simulations.initial import init
@@ -163,9 +165,12 @@ def run(
 
         fedpriv run --resume /tmp/medquad
     """
+    excess = ""
     with _failures_in_one_line("interrupted before the run began; nothing was written"):
         keys = _keys(override, engine=engine, recipe=recipe)
-        api.federate(config, keys, out=out, resume=resume)
+        excess = above_target(RunFolder(api.federate(config, keys, out=out, resume=resume)).summary)
+    if excess:  # the run has said so, as a warning
+        raise typer.Exit(ABOVE_TARGET)
 
 
 @app.command(epilog=_RECIPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -28,6 +29,8 @@ from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_co
 from fedpriv.operate.flower import Log, use_proxies
 from fedpriv.operate.joining import Roster, read
 from fedpriv.operate.processes import end_with_parent, only_start
+from fedpriv.privacy.ledger import keys
+from fedpriv.texts import printable
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -101,6 +104,12 @@ def init(
     client_user: Annotated[
         str | None, typer.Option(help="User, or its number, as whom the SuperNode runs; by default as the vault.")
     ] = None,
+    other_runs: Annotated[
+        str | None, typer.Option(help="On a run that the invitation did not plan: ask (approve-run), refuse or allow.")
+    ] = None,
+    require_secure_sums: Annotated[
+        bool, typer.Option("--require-secure-sums", help="Uploads leave as parts of masked sums alone.")
+    ] = False,
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Write figures for Prometheus to DIR/metrics/fedpriv.prom.")
     ] = False,
@@ -146,6 +155,8 @@ def init(
         colluding_clients=colluding_clients,
         counter_file=counter_file.expanduser().absolute() if counter_file else None,
         client_user=client_user,
+        other_runs=other_runs,
+        require_secure_sums=require_secure_sums or None,
     )
     if approve_:
         joining.approve_asked(made.node, invitation)
@@ -362,6 +373,32 @@ def approve_peers(
     typer.echo(f"their keys are in {vault.peers}; they count from the next sum on, without a restart")
     for client in sorted(approved_peers(vault.peers).keys() - {member.partition_id for member in found.members}):
         typer.echo(f"note: partition {client} is approved and not in the roster; delete {client}.pub to end that")
+
+
+@app.command("approve-run", cls=NotedCommand)
+def approve_run(
+    dir_: Folder,
+    run: Annotated[str | None, typer.Option(help="The run's fingerprint, as this command shows it.")] = None,
+) -> None:
+    """Agree to the run that waits: it differs from what the invitation said, and is shown here key by key.
+
+    On a terminal you are asked; else give the fingerprint that a first call shows. The run's next request is taken,
+    and so are further runs on the same terms. To agree to nothing, delete waiting-run.json.
+
+    Example: fedpriv node approve-run ~/node
+    """
+    vault = Node.read(dir_).vault
+    asked, differing = admission.waiting_run(vault)
+    for line in differing:
+        typer.echo(printable(line))
+    own = keys.fingerprint(json.dumps(asked, sort_keys=True))
+    if run is None and sys.stdin.isatty():
+        if not typer.confirm("Take part in this run?"):
+            raise InputError(f"{vault.waiting}: is not approved; delete it to forget the run")
+    elif run != own:
+        raise InputError(f"--run = {run}: to agree to the run that waits, give --run {own}")
+    admission.approve_run(vault, asked)
+    typer.echo(f"run {own} is approved, from its next request on")
 
 
 @app.command("new-key", cls=NotedCommand)

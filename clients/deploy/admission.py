@@ -6,18 +6,22 @@ Another holder, with which the node adds up, is known by its vault's public key;
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv.apps import FLOWER_APP
+from fedpriv.config import Scalar
 from fedpriv.errors import InputError
-from fedpriv.files import replace_file, software
+from fedpriv.files import owner_for, replace_file, software
 from fedpriv.holder.vault.settings import (
     PEER_SUFFIX,
     ApprovedModel,
     VaultSettings,
+    agreed_runs,
+    agreed_text,
     approved_peers,
+    differences,
     keys_of_supernodes,
     models_text,
     read_models,
@@ -65,6 +69,28 @@ def approve_peers(vault: VaultSettings, members: Sequence[Member]) -> None:
     vault.peers.mkdir(mode=0o700, exist_ok=True)
     for member in members:
         replace_file(vault.peers / f"{member.partition_id}{PEER_SUFFIX}", f"{member.vault_key}\n".encode())
+
+
+def waiting_run(vault: VaultSettings) -> tuple[dict[str, Scalar], list[str]]:
+    """The terms of the run that waits for its operator, and how they differ from those that were agreed to.
+
+    Raises:
+        InputError: none waits, or the file is damaged.
+    """
+    if not vault.waiting.is_file():
+        raise InputError(f"{vault.waiting}: no such file; no run waits")
+    try:
+        asked = json.loads(vault.waiting.read_bytes())
+        return asked, differences(asked, agreed_runs(vault.agreed))
+    except (ValueError, AttributeError):
+        raise InputError(f"{vault.waiting}: is damaged; delete it, and let the run be started again") from None
+
+
+def approve_run(vault: VaultSettings, asked: Mapping[str, Scalar]) -> None:
+    """Agree to a run with these terms, beside those before; the next request of it is taken."""
+    agreed = [dict(asked), *agreed_runs(vault.agreed)]
+    replace_file(vault.agreed, agreed_text(agreed).encode(), owner=owner_for(vault.folder))
+    vault.waiting.unlink(missing_ok=True)
 
 
 def check_survivors(vault: VaultSettings) -> None:

@@ -33,20 +33,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Error
 from flwr.cli.config_utils import get_fab_metadata
 from flwr.common.config import get_project_dir
 from flwr.common.constant import ErrorCode
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TaskType
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.tls import validate_and_resolve_root_certificates
 from flwr.supernode import start_client_internal
 from flwr.supernode.cli import flower_supernode
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 from flwr.supernode.servicer.runtime import runtime_handlers
 
@@ -190,6 +198,39 @@ class WarmExecutor(SubprocessExecutor):
         }
         self._context.Process(target=run_clientapp, kwargs=arguments, daemon=True).start()
         return LaunchResult.accepted()
+
+
+def is_admitted(address: str, certificates: Path, key: Path) -> bool:
+    """Whether a SuperLink knows a node's key; it changes nothing there.
+
+    Flower 1.41 looks the key up before it refuses heartbeats at such an interval.
+
+    Args:
+        address: HOST:PORT of the SuperLink.
+        certificates: of its authority.
+        key: the node's private key.
+
+    Raises:
+        OSError: it gives no answer, or one that says neither.
+    """
+    private = load_ssh_private_key(key.read_bytes(), password=None)
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise OSError(f"{key}: is no key of a SuperNode")
+    signer = NodeAuthHttpInterceptor(private, private.public_key())
+    version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
+    asked = ActivateNodeRequest(public_key=public_key_to_bytes(private.public_key()), heartbeat_interval=-1.0)
+    try:
+        with FleetHttpClient.from_server_address(address, False, str(certificates), [version, signer]) as client:
+            client.ActivateNode(asked)
+    except httpx.HTTPStatusError as error:
+        said = FlowerError.from_json(error.response.text)
+        if said and said.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
+            return True
+        if said and said.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+            return False
+    except httpx.HTTPError as error:
+        raise OSError(str(error)) from None
+    raise OSError("the SuperLink does not say whether it knows the key")
 
 
 def superexec() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterable, Iterator
@@ -9,22 +10,25 @@ from dataclasses import asdict
 from pathlib import Path
 
 from clients.deploy import records, separate_users, supernode
-from clients.deploy.admission import peers_summary
+from clients.deploy.admission import peers_summary, waiting_run
 from clients.deploy.folder import Node
-from fedpriv.errors import InputError, LedgerError
-from fedpriv.files import can_read, user_named
+from fedpriv.errors import FlowerError, InputError, LedgerError
+from fedpriv.files import can_use, user_named
 from fedpriv.holder.vault import history
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, is_unchanged_model, read_models
+from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, agreed_runs, is_unchanged_model, read_models
 from fedpriv.operate.approvals import approved
 from fedpriv.operate.checks import Check, check_disk, check_port_free, check_programs, check_server
 from fedpriv.privacy.ledger import statement
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.ledger.receipts import chains_of
+from fedpriv.texts import printable
 
 _MIN_DISK_BYTES = 2**30
 _ANSWER_SECONDS = 5.0
+# Of a log of events, which grows: the last of them.
+_TAIL_BYTES = 2**16
 _HOST = "127.0.0.1"
 
 _UNREGISTERED = "holds no data set; restore the ledger that `init` made, or make a new folder with `init`"
@@ -36,8 +40,11 @@ def checks(node: Node) -> Iterator[Check]:
     yield from check_programs()
     yield from check_server(node.superlink_host, node.superlink_port, node.ca_certificate)
     yield _port(node)
+    yield Check.of("admitted", lambda: _admitted(node))
     yield from separate_users.check_keys(node)
     yield separate_users.check_deciding(node)
+    if vault.client_user:
+        yield Check.of("client_user", lambda: separate_users.checked_way(node))
     yield check_policy(vault.policy)
     yield check_ledger(vault.ledger)
     if vault.data:
@@ -53,22 +60,47 @@ def checks(node: Node) -> Iterator[Check]:
 def _port(node: Node) -> Check:
     """Whether the node can listen, or does so already."""
     free = check_port_free(_HOST, node.port)
-    if not free.ok and supernode.is_running(node):
+    is_running = separate_users.is_running(node)
+    if not free.ok and is_running:
         return Check("port", True, f"{_HOST}:{node.port}: the node runs, and its SuperNode listens there")
+    if not free.ok and is_running is None and _vault(node).ok:
+        return Check("port", True, f"{_HOST}:{node.port}: the vault runs, and /proc does not show who listens there")
     return free
+
+
+def _admitted(node: Node) -> str:
+    """A line on whether the coordinator lets the node in, as it will when the node starts."""
+    try:
+        is_known = supernode.is_admitted(node)
+    except OSError as error:
+        raise FlowerError(
+            f"{node.superlink}: does not say whether it knows node.key ({error}); see the TLS check"
+        ) from None
+    if not is_known:
+        raise FlowerError(f"{node.superlink}: {supernode.UNKNOWN_KEY}")
+    return f"{node.superlink} knows node.key"
 
 
 def health(node: Node) -> Iterator[Check]:
     """Whether the vault takes requests, and the SuperNode runs, which it does once it is admitted."""
+    yield (vault := _vault(node))
+    listens, is_running = not check_port_free(_HOST, node.port).ok, separate_users.is_running(node)
+    if listens and is_running is False:
+        yield Check("supernode", False, f"does not run; another program listens on {_HOST}:{node.port}")
+        return
+    unseen = "; /proc does not show whose process listens" if is_running is None else ""
+    runs = listens and (is_running or vault.ok)
+    yield Check("supernode", runs, f"runs{unseen}" if runs else "does not run, or is not admitted yet")
+
+
+def _vault(node: Node) -> Check:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_SECONDS)
         try:
             connection.connect(str(node.vault.socket))
-            yield Check("vault", True, f"listens on {node.vault.socket}")
+            return Check("vault", True, f"listens on {node.vault.socket}")
         except OSError as error:
-            yield Check("vault", False, f"{node.vault.socket}: {error.strerror or 'no answer'}")
-    running = not check_port_free(_HOST, node.port).ok
-    yield Check("supernode", running, "runs" if running else "does not run, or is not admitted yet")
+            return Check("vault", False, f"{node.vault.socket}: {error.strerror or 'no answer'}; run `start`")
 
 
 def _own_records(vault: VaultSettings) -> Iterator[Check]:
@@ -85,6 +117,8 @@ def _own_records(vault: VaultSettings) -> Iterator[Check]:
     yield Check.of("newest", lambda: _newest(vault))
     yield Check.of("enforced", lambda: _enforced(vault))
     yield Check.of("models", lambda: _models(vault))
+    yield Check.of("runs", lambda: _runs(vault))
+    yield Check("replies", True, _replies(vault))
 
 
 def _newest(vault: VaultSettings) -> str:
@@ -141,6 +175,35 @@ def _models(vault: VaultSettings) -> str:
         if not is_unchanged_model(model):
             raise InputError(f"{model.name}: its files changed; look at them, `approve-model --replace`")
     return ", ".join(f"{model.name} ({model.digest[:12]}...)" for model in known)
+
+
+def _runs(vault: VaultSettings) -> str:
+    """The runs that are agreed to, and the one that waits."""
+    known = agreed_runs(vault.agreed)
+    said = ", ".join(f"{run.get('purpose') or 'no purpose named'}, {run.get('rounds')} rounds" for run in known)
+    sums = "; secure sums alone" if vault.require_secure_sums else ""
+    waits = ""
+    if vault.waiting.exists():
+        waits = f"; one waits ({'; '.join(waiting_run(vault)[1])}): run `approve-run`, or delete {vault.waiting}"
+    if vault.other_runs == "allow" or not known:
+        return f"any that policy.toml allows{sums}{waits}"
+    return printable(f"agreed to: {said}; others {vault.other_runs}{sums}{waits}")
+
+
+def _replies(vault: VaultSettings) -> str:
+    """When replies leave, as the operator set it, or as the node told the last run that asked."""
+    if vault.reply_seconds:
+        return f"leave {vault.reply_seconds:g} s after their charge, by reply_seconds"
+    try:
+        with vault.events.open("rb") as file:
+            file.seek(max(0, vault.events.stat().st_size - _TAIL_BYTES))
+            lines = [line for line in file.read().splitlines() if b'"reply_seconds"' in line]
+        last = json.loads(lines[-1])
+        return (
+            f"of the run that asked on {last['time'][:10]}: at most {last['reply_seconds']:,.1f} s after their charge"
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return "leave when measurements say; no run has asked yet"
 
 
 def _closed(vault: VaultSettings) -> Check:
@@ -236,7 +299,7 @@ def check_files(paths: Iterable[Path], stranger: str = "") -> Check:
         for path in existing:
             if (mode := path.stat().st_mode & 0o777) & 0o007:
                 return Check("files", False, f"{path}: mode {mode:o} lets everybody in; chmod 600 {path}")
-            if user is not None and can_read(user, path):
+            if user is not None and can_use(user, path):
                 return Check("files", False, f"{path}: user {stranger} can read it; change its owner, then chmod 600")
     except InputError as error:
         return Check("files", False, str(error))

@@ -25,7 +25,7 @@ from fedpriv.errors import InputError
 from fedpriv.files import new_folder, owner_for, replace_file, write_new
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, models_text
+from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, agreed_text, models_text, terms_of
 from fedpriv.operate import joining
 from fedpriv.operate.checks import CA_CERTIFICATE, free_port
 from fedpriv.operate.command_line import read_settings, validated
@@ -192,6 +192,7 @@ def make(
     node = validated(Node, connection, vault=vault)
     records.check_terms(vault)
     check_survivors(vault)
+    agreed = [terms_of(plan)] if (plan := invitation.plan) else []
     found = records.find(vault) if vault.data else None
     with new_folder(node.folder) as new:
         keys.make_key_pair(new / node.key.name, keys.NODE)
@@ -202,6 +203,7 @@ def make(
         write_new(new / vault_settings.FILE, (_VAULT_HEADER + tomli_w.dumps(_plain(values))).encode())
         write_new(new / vault.policy.name, policy_text().encode())
         write_new(new / vault.models.name, models_text(()).encode())
+        write_new(new / vault.agreed.name, agreed_text(agreed).encode())
         write_new(new / node.approved.name, _APPROVED_HEADER.encode())
         (new / node.flower_home.name).mkdir(mode=0o700)
         ledger = vault.ledger_file or new / vault.ledger.name
@@ -213,7 +215,7 @@ def make(
 
 
 def move(node: Node, invitation: Invitation) -> None:
-    """Let a node find the coordinator where an invitation says, and know it by the certificate in that.
+    """Let a node find the coordinator where an invitation says, know it by the certificate in that, and take its run.
 
     Raises:
         InputError: the invitation is another node's, or its address cannot be used; nothing was written.
@@ -225,6 +227,8 @@ def move(node: Node, invitation: Invitation) -> None:
         )
     connection = config.read(node.folder / FILE) | {"superlink": invitation.superlink}
     validated(Node, connection, vault=node.vault)
+    if plan := invitation.plan:
+        replace_file(node.vault.agreed, agreed_text([terms_of(plan)]).encode(), owner=owner_for(node.folder))
     replace_file(node.ca_certificate, invitation.ca.encode(), owner=owner_for(node.folder))
     replace_file(node.folder / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode(), owner=owner_for(node.folder))
 

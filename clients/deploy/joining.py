@@ -10,11 +10,18 @@ import typer
 from clients.deploy import admission
 from clients.deploy.folder import Made, Node
 from fedpriv.apps import FLOWER_APP
+from fedpriv.config import RunConfig
 from fedpriv.files import software
 from fedpriv.operate import approvals, joining
 from fedpriv.operate.command_line import compare
 from fedpriv.operate.joining import Invitation
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.views import default_delta
 from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.mechanisms.registry import MECHANISMS
+
+# Records, of which no cost depends where q is given.
+_MANY = 10_000
 
 
 def take(path: Path, fingerprint: str | None) -> Invitation:
@@ -36,8 +43,36 @@ def _tell_invitation(invitation: Invitation) -> None:
     typer.echo(f"the coordinator runs fedpriv {invitation.software or 'of an unknown version'}")
     if invitation.software not in ("", software()):
         typer.echo(f"note: here is fedpriv {software()}, and its runs take no node of another version; install its own")
+    plan = invitation.plan
+    typer.echo(f"contact: {invitation.contact or 'nobody is named'}")
+    if plan is not None:
+        typer.echo(f"purpose: {plan.purpose or 'none is named'}{f', until {plan.until}' if plan.until else ''}")
+        typer.echo(f"cost: {_cost(plan)}")
     for key, value in invitation.run.items():
         typer.echo(f"planned: {json.dumps(key)[1:-1]} = {json.dumps(value)}")
+
+
+def _cost(plan: RunConfig) -> str:
+    """The cost of the planned run for a node that takes part in every round, as far as it is known beforehand."""
+    view = f"on the {plan.privacy_view} view, at delta {plan.delta or '1 / (10 N_k)'}"
+    if plan.target_risk:
+        return f"a risk of at most {plan.target_risk} {view}"
+    if plan.target_epsilon:
+        return f"epsilon {plan.target_epsilon:g} at most {view}; a round that is asked again costs again"
+    unknown = "as much as the planned noise costs at this node's number of records; see `fedpriv account`"
+    if MECHANISMS[plan.mechanism].cost_depends_on_dimension or not plan.sampling_probability:
+        return unknown
+    import torch  # deferred: takes seconds
+
+    from fedpriv.learning.training.noise_plan import calibrated, planned_releases, with_any_rates
+
+    tensors = {name: torch.zeros(1, 1) for name in ("x.lora_A.weight", "x.lora_B.weight", "classifier.weight")}
+    try:
+        releases = planned_releases(with_any_rates(calibrated(plan, (), {})), {0: _MANY}, 0, tensors)
+    except ValueError:  # it trains other tensors
+        return unknown
+    delta = plan.delta or default_delta(_MANY)
+    return f"epsilon {epsilon_of(releases, delta).epsilon:.2f} on the local view, at delta {delta:g}"
 
 
 def approve_asked(node: Node, invitation: Invitation) -> None:

@@ -18,24 +18,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clients.deploy import separate_users
 from clients.deploy.folder import Node
 from fedpriv.apps import FLOWER_APP
 from fedpriv.errors import LedgerError
 from fedpriv.files import User, owner_of
+from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.operate.checks import sight_of_server
 from fedpriv.operate.command_line import Unit, unit_name
 from fedpriv.operate.processes import start_child
-from fedpriv.privacy.ledger import reader, statement
+from fedpriv.privacy.ledger import keys, reader, statement
+from fedpriv.privacy.ledger.receipts import chains_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from fedpriv.operate.metrics import Measured
+    from fedpriv.privacy.ledger.entries import LedgerConnection
 
 _HOST = "127.0.0.1"
 _CONNECT_SECONDS = 2.0
@@ -92,7 +97,7 @@ def _processes(node: Node) -> Iterator[Metric]:
     with socket.socket() as connection:
         connection.settimeout(_CONNECT_SECONDS)
         # Asked by a connection: whoever listens there to find out would be in the SuperNode's way.
-        is_up = _answers(connection, (_HOST, node.port))
+        is_up = _answers(connection, (_HOST, node.port)) * (separate_users.is_running(node) is not False)
         yield gauge("fedpriv_supernode_up", "1 if the SuperNode runs, and was admitted.", is_up)
     closed = float(vault.closed.exists())
     yield gauge("fedpriv_closed", "1 if the node closed, and refuses all until `fedpriv node reopen`.", closed)
@@ -131,7 +136,7 @@ class _Account:
     def read(self) -> Iterable[Metric]:
         """The figures; of a ledger that cannot be used, that it cannot."""
         ledger = self._vault.ledger
-        seen = _state(ledger), _state(ledger.with_name(f"{ledger.name}.head"))
+        seen = tuple(map(_state, (ledger, ledger.with_name(f"{ledger.name}.head"), self._vault.receipts)))
         if seen != self._seen:
             self._figures, self._seen = tuple(_account(self._vault)), seen
         return self._figures
@@ -151,10 +156,11 @@ def _account(vault: VaultSettings) -> Iterator[Metric]:
     from fedpriv.operate.metrics import counter, gauge
 
     view, budget = vault.budget_view, vault.budget_epsilon
-    usable = "fedpriv_ledger_usable", "1 if the ledger can be read and its chain is intact."
+    usable = "fedpriv_ledger_usable", "1 if the ledger can be read, is intact and lacks nothing that the node signed."
     try:
         with reader.reading(vault.ledger) as db:
             reader.verify_with_head(db, vault.ledger)
+            _check_whole(vault, db)
             data_set = db.data_set(None)
             charges = db.charges(data_set.id) if data_set else []
             epsilon = statement.epsilon_spent(db, data_set, view) if data_set else 0.0
@@ -183,6 +189,17 @@ def _account(vault: VaultSettings) -> Iterator[Metric]:
     ):
         if data_set is not None and figure is not None:
             yield gauge(name, meaning, {(str(vault.partition_id), view): figure}, ["client", "view"])
+
+
+def _check_whole(vault: VaultSettings, db: LedgerConnection) -> None:
+    """Refuse a ledger that lacks a charge whose receipt is in the node's folder, where the vault keeps it if shown one.
+
+    Neither the private key nor the counter file, which this process may not see, is asked.
+    """
+    if keys.public_path(vault.key).is_file():
+        watch = replace(ReceiptWatch.in_folder(vault), lost_key=True, counter_file=None)
+        if watch.lost(chains_of(db)):
+            raise LedgerError(f"{vault.ledger}: lacks charges that this node has signed")
 
 
 class Refusals:

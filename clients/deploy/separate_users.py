@@ -19,9 +19,10 @@ from pathlib import Path
 from clients.deploy import folder
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError
-from fedpriv.files import User, can_read, owner_of, replace_file, user_named
+from fedpriv.files import User, can_use, owner_of, replace_file, user_named
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.operate.checks import Check, check_private
+from fedpriv.operate.processes import runs, sees
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.keys import Kind
 
@@ -121,9 +122,52 @@ def check_keys(node: Node) -> Iterator[Check]:
         found = Check(path.name, False, detail)
     elif path.stat().st_uid != node.folder.stat().st_uid:
         found = Check(path.name, False, f"{path}: must belong to the owner of {node.folder}, who runs the vault")
-    elif name and can_read(user_named(name), path):
+    elif name and can_use(user_named(name), path):
         found = Check(path.name, False, f"{path}: user {name} can read it; change its owner, then chmod 600")
     yield found
+
+
+def program(node: Node) -> list[str]:
+    """The program to start, without the arguments of Flower's SuperNode; it runs approved bundles only."""
+    return [sys.executable, "-m", f"{__package__}.approved_supernode", str(node.approved)]
+
+
+def is_running(node: Node) -> bool | None:
+    """Whether a SuperNode of this node runs, by `start` or as a unit; None if /proc does not show its user's."""
+    users = user_ids(node)
+    return runs(program(node)[1:], users) or (False if sees(users) else None)
+
+
+def user_ids(node: Node) -> set[int]:
+    """The users whose processes those of a node may be."""
+    client = {client_of(node).uid} if node.vault.client_user else set()
+    return {os.geteuid(), node.folder.stat().st_uid} | client
+
+
+def checked_way(node: Node) -> str:
+    """A line on the way of the node's `client_user` to what it needs, as `start` finds it.
+
+    Raises:
+        InputError: the user does not exist, or cannot pass through a folder, or read a file; says what to run.
+    """
+    client = client_of(node)
+    # The folder itself is opened when the node starts.
+    above = [folder for path in (node.folder, Path(sys.executable)) for folder in path.parents]
+    if closed := [folder for folder in dict.fromkeys(above) if not can_use(client, folder, search=True)]:
+        raise InputError(
+            f"client_user = {client.name!r}: cannot pass through {closed[0]}; run chmod a+x "
+            f"{shlex.join(map(str, closed))}, or keep the node elsewhere"
+        )
+    for path in _read_by_client(node):
+        if not can_use(client, path):
+            raise InputError(f"client_user = {client.name!r}: cannot read {path}; run chmod a+r {path}")
+    return f"{client.name} reaches the node's folder, this Python, and the files that it reads"
+
+
+def _read_by_client(node: Node) -> list[Path]:
+    """The files in a node's folder that its SuperNode reads."""
+    settings = (node.folder / folder.FILE, node.folder / vault_settings.FILE)
+    return [node.ca_certificate, node.approved, *settings]
 
 
 def check_deciding(node: Node) -> Check:
@@ -163,8 +207,7 @@ def _give(folder: Path, user: User) -> None:
 
 def _probe(node: Node, client: User, variables: Mapping[str, str]) -> None:
     """Refuse a user who cannot run this Python and checkout, or reach the folder."""
-    settings = (node.folder / folder.FILE, node.folder / vault_settings.FILE)
-    paths = [str(path) for path in (node.ca_certificate, node.approved, *settings)]
+    paths = [str(path) for path in _read_by_client(node)]
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, *paths],

@@ -21,7 +21,7 @@ import tomli_w
 
 from clients.deploy import metrics, separate_users
 from clients.deploy.folder import Node
-from clients.deploy.separate_users import Users
+from clients.deploy.separate_users import Users, program, user_ids
 from fedpriv.apps import CHECKOUT, FLOWER_APP
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import User, owner_of, replace_file
@@ -34,7 +34,7 @@ from fedpriv.operate.flower import (
     run_and_explain,
     seconds_to_pause,
 )
-from fedpriv.operate.processes import only_start, runs, signals_handled_by, start_child
+from fedpriv.operate.processes import only_start, signals_handled_by, start_child
 
 # Where Flower's processes on this machine find each other.
 _HOST = "127.0.0.1"
@@ -54,14 +54,17 @@ _RESTART_SECONDS = 2.0
 _END_SECONDS = 90.0
 
 
-def program(node: Node) -> list[str]:
-    """The program to start, without the arguments of Flower's SuperNode; it runs approved bundles only."""
-    return [sys.executable, "-m", f"{__package__}.approved_supernode", str(node.approved)]
+UNKNOWN_KEY = (
+    "does not know node.key; send application.toml to the coordinator, who runs `admit`; if it took the node out, run "
+    "`new-key --node` first"
+)
 
 
-def is_running(node: Node) -> bool:
-    """Whether a SuperNode of this node runs, by `start` or as a unit."""
-    return runs(program(node)[1:], _user_ids(node))
+def is_admitted(node: Node) -> bool:
+    """Whether the coordinator knows the node's key; OSError if it does not say."""
+    from clients.deploy import approved_supernode  # deferred: loads Flower
+
+    return approved_supernode.is_admitted(node.superlink, node.ca_certificate, node.key)
 
 
 def command(node: Node, key: Path) -> list[str]:
@@ -93,14 +96,8 @@ def start(node: Node, say: Callable[[str], None]) -> int:
         InputError: another `start` of the folder runs, its port is taken, or see `prepare`.
         FlowerError: the vault does not start.
     """
-    with only_start(node.folder, _user_ids(node), say) as mark:
+    with only_start(node.folder, user_ids(node), say) as mark:
         return _start(node, say, {**_environment(node), **mark})
-
-
-def _user_ids(node: Node) -> set[int]:
-    """The users whose processes those of a node may be."""
-    client = {separate_users.client_of(node).uid} if node.vault.client_user else set()
-    return {os.geteuid(), node.folder.stat().st_uid} | client
 
 
 def _start(node: Node, say: Callable[[str], None], environ: Mapping[str, str]) -> int:
@@ -124,8 +121,16 @@ def _start(node: Node, say: Callable[[str], None], environ: Mapping[str, str]) -
                 f"next try in {pause:.0f} s, Ctrl-C ends it"
             )
             time.sleep(pause)
-    say(f"SuperNode ended with exit code {ending.code}{ending.meaning}")
+    say(f"SuperNode ended with exit code {ending.code}{ending.meaning}{_why(node) if ending.code else ''}")
     return ending.code
+
+
+def _why(node: Node) -> str:
+    """A reason why the SuperNode may have ended, behind a colon; empty if the coordinator knows none."""
+    try:
+        return "" if is_admitted(node) else f": {node.superlink} {UNKNOWN_KEY}"
+    except (OSError, SystemExit):
+        return f": {node.superlink} gives no answer"
 
 
 def prepare(node: Node) -> Users:

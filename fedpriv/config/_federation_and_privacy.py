@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -135,6 +136,10 @@ class FederationSection(ConfigSection, title="Federation"):
     """how long a round waits; later replies are discarded, and their clients remain charged"""
     registration_seconds: Annotated[Positive, Fact.RELOADS] = 300.0
     """how long a run waits for nodes; it goes on with those that registered"""
+    purpose: Annotated[str, Field(max_length=200), Fact.OUTSIDE] = ""
+    """what the run is for, as invitations and the logs of nodes say it"""
+    until: Annotated[str, Field(pattern=r"^(\d{4}-\d\d-\d\d)?$"), Fact.OUTSIDE] = ""
+    """the last day, such as `2027-06-30` (UTC), on which a node takes part; empty: no end"""
     node_keys: Annotated[str, Fact.LOCATION] = ""
     """a folder with each vault's public key, `PARTITION-ID.pub`; other nodes are left out"""
     aggregation: Annotated[str, Fact.RELEASE | Fact.RELOADS] = "dp-lora"
@@ -174,6 +179,15 @@ class FederationSection(ConfigSection, title="Federation"):
             InputError: its name is unknown.
         """
         return RULE_FACTS.named(self.aggregation)
+
+    def _check_purpose(self) -> None:
+        if not self.purpose.isprintable():
+            raise ValueError(f"purpose = {self.purpose!r}: must be one line without control characters")
+        if self.until:
+            try:
+                date.fromisoformat(self.until)
+            except ValueError:
+                raise ValueError(f"until = {self.until}: is no day of the calendar") from None
 
     def _check_aggregation(self) -> None:
         if self.client_ranks and not self.rule.restarts:

@@ -68,6 +68,8 @@ class _CommonKeys(TypedDict, total=False):
     min_clients: int
     round_seconds: float
     registration_seconds: float
+    purpose: str
+    until: str
     node_keys: str | Path
     aggregation: str
     client_ranks: Sequence[int]

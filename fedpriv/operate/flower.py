@@ -199,8 +199,9 @@ def _run_in_foreground(
 ) -> int:
     """Run a command until it ends, and return its exit code; 128 + n if signal n ended it.
 
-    SIGINT and SIGTERM are forwarded to it; if one of these ends it, as intended, the exit code is 0. Its standard input
-    is a pipe, which closes if this process is killed.
+    SIGINT and SIGTERM are forwarded to it; if one of these ends it, as intended, the exit code is 0. If it ends by
+    itself, which no service should, it is 1 at least. Its standard input is a pipe, which closes if this process is
+    killed.
 
     Args:
         command: program and arguments.
@@ -218,7 +219,7 @@ def _run_in_foreground(
     relay.join(timeout=2)
     if -code in forwarder.received:
         return 0
-    return code if code >= 0 else 128 - code
+    return max(code, 0 if forwarder.received else 1) if code >= 0 else 128 - code
 
 
 def run_and_explain(

@@ -74,6 +74,7 @@ class Invitation:
         bundle: SHA-256 of the code that its runs ship.
         model: SHA-256 of the files of the planned run's model; empty without a plan.
         run: the planned run's configuration, as far as it concerns a node; empty without a plan.
+        contact: whom an institution asks; empty if nobody is named.
     """
 
     version: Literal[1] = 1
@@ -85,6 +86,7 @@ class Invitation:
     bundle: _Digest = ""
     model: _Digest = ""
     run: dict[str, _Value | list[_Value]] = Field(default_factory=dict)
+    contact: Annotated[str, Field(max_length=200), AfterValidator(_printable)] = ""
 
     @property
     def fingerprint(self) -> str:

@@ -121,6 +121,11 @@ def runs(arguments: Sequence[str], users: Collection[int]) -> bool:
     return False
 
 
+def sees(users: Collection[int]) -> bool:
+    """Whether /proc shows this process those of these users, which `hidepid` keeps it from."""
+    return set(users) <= {os.geteuid()} or os.access(_PROC / "1" / "cmdline", os.R_OK)
+
+
 def _marked(mark: str, users: Collection[int]) -> list[int]:
     """The numbers of the processes with this mark, in the order in which they were started."""
     found = [int(entry.name) for entry in _PROC.glob("[0-9]*") if _is_marked(int(entry.name), mark, users)]

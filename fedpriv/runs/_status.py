@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedpriv.config import OWN_MODEL
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.runs import files
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import USABLE, parse_epsilon
@@ -21,6 +21,8 @@ _SIGNS_OF_LIFE = (
     *(files.ROUNDS, files.CLIENTS, files.EVENTS),
     *(files.CHECKPOINTS, f"{files.CHECKPOINTS}/*", f"{files.COMPARISON}/*.csv"),
 )
+# Clients whose charges are composed at each look at a run that goes on.
+_MOST_COUNTED = 40
 # The columns that a status is made of.
 ROUND_COLUMNS = (
     *("round", "test_accuracy", "epsilon_local_max", "epsilon_rho_max", "epsilon_aggregate_max"),
@@ -159,6 +161,13 @@ def _status_of(folder: RunFolder) -> RunStatus:
         raise InputError(f"{run_dir}: what it says about its clients is damaged ({error!r})") from None
     begun, doing = folder.progress
     is_under_way = not summary and begun > (rounds[-1]["round"] if rounds else 0)
+    charged = folder.once(_charged)
+    clients = tuple(
+        replace(each, epsilon_local=max(each.epsilon_local or 0.0, charged[each.client]["local"]))
+        if each.client in charged
+        else each
+        for each in clients
+    )
     clients = tuple(replace(each, doing=doing.get(each.client) if is_under_way else None) for each in clients)
     round_seconds, engine = float(config.get("round_seconds", 3600.0)), str(config.get("engine", ""))
     silence = max(0.0, folder.now - _last_change(run_dir))
@@ -182,7 +191,7 @@ def _status_of(folder: RunFolder) -> RunStatus:
         majority_accuracy=summary.get("majority_accuracy"),
         warnings=tuple(summary.get("warnings", ())),
         **_limits(config, run_dir),
-        **(_final_costs(summary) if summary else _costs_so_far(rounds, clients)),
+        **(_final_costs(summary) if summary else _costs_so_far(rounds, clients, charged)),
         bytes_up=sum(row["bytes_up"] for row in rounds),
         bytes_down=sum(row["bytes_down"] for row in rounds),
         seconds=float(summary.get("seconds") or sum(row["seconds"] for row in rounds)),
@@ -209,10 +218,14 @@ def _spent_on_view(folder: RunFolder) -> dict[int, float | None]:
     column = f"epsilon_{status.privacy_view}"
     last = {row["client"]: row[column] for row in folder.client_rows(("client", column))}
     final = {entry["client"]: parse_epsilon(entry.get(column)) for entry in folder.summary.get("clients", ())}
-    return {
+    found = {
         each.client: final.get(each.client, parse_epsilon(last[each.client]) if each.client in last else None)
         for each in status.clients
     }
+    for client, charged in folder.once(_charged).items():
+        if column != "epsilon_aggregate" or found.get(client) is not None:
+            found[client] = max(found.get(client) or 0.0, charged[status.privacy_view])
+    return found
 
 
 def _limits(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
@@ -289,12 +302,51 @@ def _final_costs(summary: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _costs_so_far(rounds: Sequence[Mapping[str, Any]], clients: Iterable[ClientStatus]) -> dict[str, Any]:
-    """The figures after the last round."""
-    views = ("epsilon_local_max", "epsilon_rho_max", "epsilon_aggregate_max")
+def _charged(folder: RunFolder) -> dict[int, dict[str, float]]:
+    """{client: {view: epsilon by rdp}} of what the ledger has charged, where that is ahead of the tables.
+
+    A round's rows are written when it is over. So this counts before the first is, and in a run that was interrupted.
+    Empty elsewhere, where the ledger is not here, and where there are too many clients to count at each look.
+    """
+    rows, run = folder.round_rows(("round",)), folder.checkpoint[1].get("run")
+    path = Path(str(folder.config.get("ledger") or folder.path / files.LEDGER))
+    last, known = rows[-1]["round"] if rows else 0, list(folder.registrations.values())
+    if folder.summary or (last and folder.is_alive) or not path.is_file() or len(known) > _MOST_COUNTED:
+        return {}
+    from fedpriv.privacy.accounting.accountants import epsilon_of  # deferred: few runs need it
+    from fedpriv.privacy.ledger.reader import reading
+
+    found, is_ahead = dict[int, dict[str, float]](), False
+    try:
+        with reading(path) as db:
+            for entry in known:
+                if not ((data_set := db.data_set(entry["data_set"])) and (releases := db.releases(data_set.id))):
+                    continue
+                is_ahead |= any((key.round or 0) > last for key, _ in db.releases_of(data_set.id, str(run)))
+                views = {"local": [each.event for each in releases], "rho": [each.seen_by("rho") for each in releases]}
+                views["aggregate"] = [release.charged_on("aggregate") for release in releases]
+                found[entry["client"]] = {
+                    view: epsilon_of(events, data_set.delta, "rdp").epsilon for view, events in views.items()
+                }
+    except (LedgerError, KeyError, TypeError, ValueError):  # the tables are all that can be shown
+        return {}
+    return found if is_ahead else {}
+
+
+def _costs_so_far(
+    rounds: Sequence[Mapping[str, Any]], clients: Iterable[ClientStatus], charged: Mapping[int, Mapping[str, float]]
+) -> dict[str, Any]:
+    """The figures after the last round, or of what is charged beyond it."""
+
+    def largest(view: str) -> float | None:
+        known = rounds[-1][f"epsilon_{view}_max"] if rounds else None
+        if known is None and (rounds or not charged):
+            return None
+        return max([known or 0.0, *(each[view] for each in charged.values())])
+
     return {
         "accountant": "rdp",
-        **{view: rounds[-1][view] if rounds else None for view in views},
+        **{f"epsilon_{view}_max": largest(view) for view in ("local", "rho", "aggregate")},
         **{part: rounds[-1].get(part) if rounds else None for part in ("epsilon_this_run_max", "epsilon_before_max")},
         "aggregate_view_holds": rounds[-1]["epsilon_aggregate_max"] is not None if rounds else None,
         "delta_max": max((client.delta for client in clients if client.delta is not None), default=None),

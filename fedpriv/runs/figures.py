@@ -130,6 +130,22 @@ def limit_of(target: float | None, budgets: Sequence[float]) -> tuple[str, float
     return ("budget" if len(set(budgets)) == 1 else "smallest budget", min(budgets)) if budgets else None
 
 
+ABOVE_TARGET = 3
+"""The exit code of a run that cost more than its target."""
+
+
+def above_target(summary: Mapping[str, Any]) -> str:
+    """A line on a finished run that cost more than its target; empty if it did not, or had none."""
+    target, view = summary.get("target_epsilon"), summary.get("privacy_view", "local")
+    own = summary.get("epsilon_this_run_max")
+    spent = own if own is not None else summary.get(f"epsilon_{view}_max")
+    if not target or spent is None or float(spent) <= target * (1 + 1e-6):
+        return ""
+    again = summary.get("rounds_charged_again") or ()
+    why = f": rounds {', '.join(map(str, again))} were charged again" if again else ""
+    return f"epsilon {format_bound(spent)} is above target_epsilon = {target:g} on the {view} view{why}"
+
+
 def of_this_run(parts: tuple[float, float], limit: tuple[str, float] | None) -> tuple[str, tuple[str, float] | None]:
     """The spending of this run and what stood in a shared account before it, and the limit that is left for their sum.
 

@@ -51,6 +51,7 @@ def init(
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Write figures for Prometheus to DIR/metrics/fedpriv.prom.")
     ] = False,
+    contact: Annotated[str, typer.Option(help="Whom institutions ask; invitations show it.")] = "",
 ) -> None:
     """Create a coordinator's folder: a certificate authority, a server certificate, and the run that is planned.
 
@@ -69,6 +70,7 @@ def init(
         passphrase=passphrase,
         planned=runs.given(override or []),
         metrics=metrics,
+        contact=contact,
     )
     typer.echo(f"created {coordinator.folder}; {coordinator.ca_key} is encrypted, and needed for `renew` alone")
     _tell_passphrase(ca_passphrase_file, passphrase)
@@ -188,12 +190,13 @@ def run(
     folder: Folder,
     override: Override = None,
 ) -> None:
-    """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it. Exit code 0 if all rounds end.
+    """Start a run on the registered nodes and follow it to its end; Ctrl-C stops it.
+
+    Exit code 0 if all rounds end, 3 if they cost more than `target_epsilon`, as rounds do that are charged again.
 
     Example: fedpriv coordinator run ~/federation -c rounds=5 -c noise_multiplier=1.2
     """
-    completed = runs.run(Coordinator.read(folder), override or [], Log(typer.echo))
-    raise typer.Exit(0 if completed else 1)
+    raise typer.Exit(runs.run(Coordinator.read(folder), override or [], Log(typer.echo)))
 
 
 @app.command()

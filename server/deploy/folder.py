@@ -43,6 +43,7 @@ class Coordinator:
         addresses: DNS names and IP addresses of the machine; the nodes use the first.
         port: of the SuperLink.
         metrics: whether figures for Prometheus are written to a file in the folder.
+        contact: whom institutions ask, as invitations show it.
     """
 
     version: Literal[1] = 1
@@ -50,6 +51,7 @@ class Coordinator:
     addresses: Annotated[tuple[str, ...], Field(min_length=1)]
     port: Annotated[int, Field(ge=1, le=65535)] = DEFAULT_PORT
     metrics: bool = False
+    contact: Annotated[str, Field(max_length=200)] = ""
 
     @field_validator("addresses")
     @classmethod
@@ -221,6 +223,7 @@ def make(
     passphrase: str,
     planned: Mapping[str, Any] | None = None,
     metrics: bool = False,
+    contact: str = "",
 ) -> Coordinator:
     """Create a coordinator's folder, with an authority and a server certificate.
 
@@ -232,12 +235,14 @@ def make(
         passphrase: that encrypts the authority's key.
         planned: keys of the configuration of the planned run.
         metrics: as in `Coordinator`.
+        contact: as in `Coordinator`.
 
     Raises:
         InputError: a value cannot be used; nothing was written.
     """
     config.parse(planned or {})
     settings = {"version": 1, "addresses": list(addresses), "port": port, **({"metrics": True} if metrics else {})}
+    settings |= {"contact": contact} if contact else {}
     coordinator = validated(Coordinator, settings, folder=folder.absolute())
     with new_folder(coordinator.folder) as new:
         certificates.make_ca(new, max(days, certificates.AUTHORITY_DAYS), passphrase=passphrase)

@@ -49,6 +49,7 @@ def invite(coordinator: Coordinator, names: Sequence[str]) -> dict[Path, Invitat
     ids = known | {name: first + place for place, name in enumerate(new)}
     asked: dict[str, Any] = {"superlink": coordinator.address, "ca": read_text(coordinator.ca_certificate)}
     asked |= {"software": software(), "bundle": approvals.bundle_digest(FLOWER_APP)}
+    asked |= {"contact": coordinator.contact} if coordinator.contact else {}
     if planned := coordinator.planned:
         asked["model"] = adapters.model_digest(adapters.model_folder(config.parse(planned).model))
         asked["run"] = {key: value for key, value in planned.items() if key not in _own_keys()}

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from fedpriv.operate.flower import (
     program_folder,
 )
 from fedpriv.operate.processes import signals_handled_by
+from fedpriv.runs.figures import ABOVE_TARGET, above_target
 from fedpriv.runs.files import CONFIG, SUMMARY, is_finished, run_folder_of
 from fedpriv.runs.show import check_installed
 from server.deploy.folder import Coordinator
@@ -37,8 +39,8 @@ _POLL_SECONDS = 3.0
 _MAX_FAILED_POLLS = 20
 
 
-def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str], None]) -> bool:
-    """Start a run, follow it, and return whether it completed, with all of its rounds.
+def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str], None]) -> int:
+    """Start a run, follow it, and return 0 if it completed, 3 if it cost more than its target, else 1.
 
     SIGINT and SIGTERM also stop the run on the nodes.
 
@@ -64,10 +66,14 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
         status, details = _end(coordinator, run_id)
     say(f"run {run_id}: {status}{f' ({details})' if details else ''}")
     if status != COMPLETED:
-        return False
-    if reason := _ended_early(run_folder_of(Path(str(values.get("resume") or values["out"])))):
+        return 1
+    summary = _summary(run_folder_of(Path(str(values.get("resume") or values["out"]))))
+    if reason := summary.get("stopped_early"):
         say(f"run {run_id} ended early: {reason}")
-    return not reason
+        return 1
+    if excess := above_target(summary):
+        say(f"run {run_id}: {excess}")
+    return ABOVE_TARGET if excess else 0
 
 
 def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, Any]:
@@ -120,11 +126,9 @@ def _known_nodes(coordinator: Coordinator) -> dict[str, Any]:
     return {"num_clients": places, **({"min_clients": len(known)} if sums and places > len(known) else {})}
 
 
-def _ended_early(folder: Path) -> str:
-    """Why a finished run has fewer rounds than it was to have; empty if it has all, or has not finished."""
-    if not is_finished(folder):
-        return ""
-    return str(json.loads(read_text(folder / SUMMARY)).get("stopped_early") or "")
+def _summary(folder: Path) -> dict[str, Any]:
+    """The summary of a finished run; empty of any other."""
+    return dict(json.loads(read_text(folder / SUMMARY))) if is_finished(folder) else {}
 
 
 def _absolute(path: object) -> str:
@@ -148,8 +152,21 @@ def _submit(coordinator: Coordinator, values: dict[str, Any], say: Callable[[str
 
 
 def _follow(coordinator: Coordinator, run_id: str, say: Callable[[str], None]) -> None:
-    """Show the run's log until it ends, in colour on a terminal alone."""
+    """Show the run's log until it ends, in colour on a terminal alone; a stream that is lost is said, and taken up."""
+    num_shown = 0
+    for _ in range(_MAX_FAILED_POLLS):
+        num_shown = _stream(coordinator, run_id, say, num_shown)
+        with suppress(FlowerError):
+            if coordinator.flwr("ls", CONNECTION, "--run-id", run_id)["runs"][0]["status"].startswith("finished"):
+                return
+        say(f"the log's stream was lost after {num_shown} lines; the run may go on, see {coordinator.log}; once more")
+        time.sleep(_POLL_SECONDS)
+
+
+def _stream(coordinator: Coordinator, run_id: str, say: Callable[[str], None], num_shown: int) -> int:
+    """Show the lines of the run's log beyond so many, until its stream ends, and return how many there are."""
     shown = str if sys.stdout.isatty() else plain
+    number = 0
     with subprocess.Popen(
         [str(program_folder() / "flwr"), "log", run_id, CONNECTION, "--stream"],
         cwd=coordinator.folder,
@@ -160,11 +177,13 @@ def _follow(coordinator: Coordinator, run_id: str, say: Callable[[str], None]) -
         errors="replace",
     ) as following:
         try:
-            for line in following.stdout or ():
-                say(shown(line.rstrip("\n")))
+            for number, line in enumerate(following.stdout or (), start=1):
+                if number > num_shown:
+                    say(shown(line.rstrip("\n")))
         except BaseException:
             following.kill()
             raise
+    return max(number, num_shown)
 
 
 def _end(coordinator: Coordinator, run_id: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ SHARED = """
     mechanism mechanism_parameters privacy_view budget_epsilon secure_aggregation secure_masks colluding_clients
     delta comparison generated_answers max_new_tokens variant_rounds variant_clients dedup dedup_block_size
     dedup_records dedup_epsilon_bound dedup_utility_bound integral_epsilon out ledger node_keys resume
-    table_checks track
+    table_checks track purpose until
 """
 
 
@@ -27,8 +27,8 @@ SHARED = """
     ("fact", "keys"),
     [
         (Fact.LOCATION, "node_keys ledger out resume"),
-        (Fact.OUTSIDE, "table_checks node_keys track ledger out resume"),
-        (Fact.HIDDEN, "table_checks node_keys ray_address track ledger out resume"),
+        (Fact.OUTSIDE, "table_checks purpose until node_keys track ledger out resume"),
+        (Fact.HIDDEN, "table_checks purpose until node_keys ray_address track ledger out resume"),
         (Fact.PATH, "model data test_data mechanism_parameters"),
         (Fact.PRIVACY, "noise_multiplier noise_schedule target_epsilon target_risk budget_epsilon"),
         (Fact.BY_SWEEP, "ledger out"),

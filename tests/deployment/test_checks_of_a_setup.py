@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from clients.deploy import doctor, separate_users
-from fedpriv.files import User, can_read
+from fedpriv.files import User, can_use
 from fedpriv.operate import checks
 from fedpriv.operate.checks import Check
 from fedpriv.privacy.ledger import keys
@@ -187,15 +187,15 @@ def test_a_named_user_must_not_own_the_files(tmp_path):
     ("mode", "owner", "member", "stranger"),
     [(0o600, True, False, False), (0o640, True, True, False), (0o604, True, False, True), (0o000, True, False, False)],
 )
-def test_who_can_read_a_file(tmp_path, mode, owner, member, stranger):
+def test_who_can_use_a_file(tmp_path, mode, owner, member, stranger):
     file = tmp_path / "own.csv"
     file.touch()
     file.chmod(mode)
     status = file.stat()
     others = status.st_uid + 1
-    assert can_read(User("owner", status.st_uid, 1, ()), file) is owner
-    assert can_read(User("member", others, 1, (1, status.st_gid)), file) is member
-    assert can_read(User("stranger", others, status.st_gid + 1, (status.st_gid + 1,)), file) is stranger
+    assert can_use(User("owner", status.st_uid, 1, ()), file) is owner
+    assert can_use(User("member", others, 1, (1, status.st_gid)), file) is member
+    assert can_use(User("stranger", others, status.st_gid + 1, (status.st_gid + 1,)), file) is stranger
 
 
 def test_key_must_be_its_owners_alone(tmp_path):

@@ -13,9 +13,15 @@ from typer.testing import CliRunner
 
 from fedpriv.cli import main as cli
 from fedpriv.errors import InputError
+from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.accounting.events import SubsampledGaussian
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Charge, DataSet, Key
+from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import files
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
+from fedpriv.runs.figures import format_bound
 from tests.runs.written import NAMES, NOW, SIZES, WriteRun, event, shown, status, write_checkpoint, wrote
 
 
@@ -111,6 +117,27 @@ def test_clients_that_were_not_asked_yet_are_there_without_a_figure(write_run: W
         (None, None, None)
     }
     assert "not asked" in shown(found)
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_what_is_charged_counts_before_its_round_is_over(write_run: WriteRun, rounds: int) -> None:
+    """A run that ended within a round has paid for it, and its tables say nothing of that."""
+    folder = write_run(rounds=rounds, seconds_ago=600)
+    before = status(folder)
+    assert before.state == "interrupted"
+    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0)
+    release = Release(event=event, rho_bar=0.5)
+    with Ledger(folder / files.LEDGER) as ledger:
+        ledger.register_all([DataSet(id="d0", client="0", num_records=SIZES[0], delta=1e-5)])
+        for round_ in range(1, rounds + 2):
+            key = Key(run="5eed", client="0", round=round_, request="q")
+            ledger.charge([Charge(key=key, data_set="d0", release=release, noise_source="secure")])
+    found = status(folder)
+    paid = epsilon_of([event.with_count(rounds + 1)], 1e-5, "rdp").epsilon
+    assert found.clients[0].epsilon_local == pytest.approx(paid)
+    assert found.epsilon_local_max == max(paid, before.epsilon_local_max)
+    assert found.clients[1] == before.clients[1]
+    assert f"local {format_bound(found.epsilon_local_max)}" in shown(found)
 
 
 def test_who_is_skipped_is_told_with_what_ends_it(write_run: WriteRun) -> None:

@@ -36,8 +36,8 @@ def _identity():
 class Nodes:
     """A grid whose nodes answer with so many releases, or with an error."""
 
-    def __init__(self, answers):
-        self._answers, self._replies = answers, []
+    def __init__(self, answers, **said):
+        self._answers, self._replies, self._said = answers, [], {"reply_seconds": 0.0, "objection": ""} | said
         self.plans = {}
 
     def push_messages(self, messages):
@@ -47,7 +47,9 @@ class Nodes:
             assert request_in(message).kind == AFFORD
             self.plans[node_id - 100] = request_in(message).fields
             answer = self._answers[node_id - 100]
-            reply = answered(message, {"releases": answer})
+            # Of site 1 alone, what it says besides.
+            said = self._said if node_id == 101 else {"reply_seconds": 0.0, "objection": ""}
+            reply = answered(message, {"releases": answer, **said})
             if answer == "":
                 reply = Message(Error(REFUSED, "refused: kind = 'afford'"), reply_to=message)
             if answer == "gone":  # Flower's link answers for a node that left
@@ -71,7 +73,7 @@ class Told(LogObserver):
         self.notices.append(text)
 
 
-def checked(answers, *, after=0, missing=(), **changes):
+def checked(answers, *, after=0, missing=(), said=None, **changes):
     target = changes.pop("target_epsilon", None)
     config = replace(parse(VALUES | changes), target_epsilon=target)  # with the noise that it was calibrated to
     nodes = {
@@ -81,8 +83,8 @@ def checked(answers, *, after=0, missing=(), **changes):
         )
         for client, number in SIZES.items()
     }
-    grid, told = Nodes(answers), Told()
-    check_affordable(grid, config, nodes, RoundCosts(config, SIZES, INITIAL), after=after, observer=told)
+    grid, told = Nodes(answers, **(said or {})), Told()
+    grid.times = check_affordable(grid, config, nodes, RoundCosts(config, SIZES, INITIAL), after=after, observer=told)
     return grid, told
 
 
@@ -129,6 +131,33 @@ def test_fewer_rounds_are_no_advice_where_noise_follows_from_a_target():
 def test_a_node_that_does_not_say_keeps_no_run_from_beginning(bad):
     _, told = checked([bad, 6, bad])
     assert not told.notices
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            {"objection": "num_rounds = 6: above this node's maximum 5"},
+            r"site 1 \(1\) refuses it: num_rounds = 6: above",
+        ),
+        ({"reply_seconds": 5793.0}, r"round_seconds = 3600: site 1 \(1\) replies after 5,793 s; .*fewer local_steps"),
+    ],
+)
+def test_what_one_node_would_refuse_or_answer_too_late_costs_no_node_anything(said, why):
+    """`min_clients` others are enough for the run, and yet nobody is charged for what one of all can never count in."""
+    with pytest.raises(InputError, match=why) as refused:
+        checked([6, 6, 6], said=said)
+    assert "nothing was charged, at no node" in str(refused.value)
+    _, told = checked([4, 4, 4], after=2, said=said)
+    assert len(told.notices) == 1, "a run that was begun goes on without the node, whose guard refuses as well"
+
+
+def test_the_nodes_tell_how_long_their_replies_take():
+    grid, _ = checked([6, 6, 6], said={"reply_seconds": 5.5})
+    assert grid.times == {0: 0.0, 1: 5.5, 2: 0.0}
+    (spec, event), *others = kinds.unpack_specs(grid.plans[1], "local")
+    assert not others
+    assert (spec.num_rounds, event.count) == (ROUNDS, 3), "three local steps a round"
 
 
 def test_a_resumed_run_asks_the_nodes_that_are_there_for_the_rounds_that_are_left():

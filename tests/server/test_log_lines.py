@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fedpriv.config import RunConfig, parse
+from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.operate.flower import _run_in_foreground
 from fedpriv.texts import holder_label
+from server.app import WithoutTrace
 from server.bookkeeping import announce_budgets
 from server.observer import LogObserver
 from tests.runs.written import SIZES, client_row, registrations, round_row
@@ -58,7 +60,7 @@ def test_a_client_is_named_once() -> None:
 def test_what_a_service_relays_has_no_colour_codes(tmp_path: Path) -> None:
     lines: list[str] = []
     code = _run_in_foreground([sys.executable, "-c", COLOURED], variables={}, folder=tmp_path, on_line=lines.append)
-    assert (code, lines) == (0, ["WARNING : the node left"])
+    assert (code, lines) == (1, ["WARNING : the node left"]), "a service that ends unasked has failed"
 
 
 def test_warnings_in_a_pipe_have_no_colour_codes() -> None:
@@ -91,3 +93,21 @@ def test_budgets_that_end_early_are_named_for_twenty_clients_and_counted_for_the
     (notice,) = notices
     assert "client 0: 2, client 1: 3, " in notice
     assert "client 19: 3 and 980 more, the least 2; these clients then retire" in notice
+
+
+def test_an_expected_end_is_one_line_and_any_other_has_its_trace() -> None:
+    """As Flower logs them: the error of a server app, and its own exit code with a page to visit."""
+    told = WithoutTrace()
+
+    def record(message: str, error: Exception | None = None) -> logging.LogRecord:
+        return logging.LogRecord(
+            "flwr", logging.ERROR, "", 0, message, (), (type(error), error, None) if error else None
+        )
+
+    expected, bug = (
+        record("ServerApp raised", error) for error in (TooFewClientsError("round 3: 1 left"), KeyError(1))
+    )
+    assert [told.filter(each) for each in (expected, bug)] == [True, True]
+    assert (expected.getMessage(), expected.exc_info) == ("the run ends: round 3: 1 left", None)
+    assert bug.exc_info is not None
+    assert not told.filter(record("Exit Code: 201\n\nFor more information, visit: <https://flower.ai/...>"))

@@ -16,12 +16,13 @@ from fedpriv.errors import InputError, LedgerError
 from fedpriv.files import Journal, trace_without_message
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits
-from fedpriv.holder.wire.frame import FAILED, REFUSED, RETIRED, FrameError, Response
+from fedpriv.holder.wire.frame import FAILED, REFUSED, RETIRED, WAITING, FrameError, Response
 from fedpriv.privacy.accounting import filters
-from fedpriv.privacy.accounting.accountants import check_delta, stays_within
+from fedpriv.privacy.accounting.accountants import check_delta, epsilon_of, stays_within
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter, Rule
 from fedpriv.privacy.accounting.views import PlannedView, Release, default_delta
+from fedpriv.privacy.ledger import statement
 from fedpriv.privacy.ledger.entries import CHARGED, RELEASED, Charge, DataSet, Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
@@ -32,12 +33,19 @@ log = logging.getLogger(__name__)
 # Characters of a refusal, which may quote what a coordinator sent.
 _LONGEST_REASON = 300
 
+# Of a target that a coordinator has calibrated noise to.
+_ROUNDING = 1e-6
+
 Choice = RenyiFilter | GaussianFilter | CommittedPlan
 """A rule that an operator can choose at once."""
 
 
 class RefusedError(Exception):
     """The guard refused before anything was computed; the message holds public values only, so it may be sent."""
+
+
+class WaitingError(RefusedError):
+    """The guard refused until the node's operator has looked at the run; it may then let the same request pass."""
 
 
 class RetiredError(RefusedError):
@@ -59,7 +67,8 @@ def refused(error: Exception, journal: Journal, **named: str | int) -> Response:
     if isinstance(error, RetiredError):
         event, code, reason = "retired", RETIRED, f"retired: {error}"
     elif isinstance(error, (RefusedError, FrameError)):  # of which neither quotes a record
-        event, code, reason = "refused", REFUSED, f"refused: {error}"[:_LONGEST_REASON]
+        code = WAITING if isinstance(error, WaitingError) else REFUSED
+        event, reason = "refused", f"refused: {error}"[:_LONGEST_REASON]
     elif isinstance(error, LedgerError):
         event, code, reason = "refused", REFUSED, "refused: this node's ledger cannot be used; its log says why"
     elif not isinstance(error, InputError):  # which may name the node's own keys, columns or labels
@@ -203,7 +212,14 @@ def _say_what_changed(ledger: Ledger, data_set: DataSet, content: bytes, num_rec
 
 
 def charge(
-    policy: NodePolicy, key: Key, release: Release, data_set: DataSet | None, *, noise_source: str, shown: str = ""
+    policy: NodePolicy,
+    key: Key,
+    release: Release,
+    data_set: DataSet | None,
+    *,
+    noise_source: str,
+    shown: str = "",
+    agreed: tuple[float, PlannedView] | None = None,
 ) -> tuple[bool, str]:
     """Charge a release to the node's own ledger, if it keeps one, durably and before anything is computed.
 
@@ -246,9 +262,23 @@ def charge(
             raise RetiredError("ledger: was restored, and what was spent before is not known in full")
         if policy.limits is not None and ledger.chain(data_set.id).newest.counter >= policy.limits.max_releases:
             raise RetiredError(f"max_releases = {policy.limits.max_releases}: these data have had so many releases")
+        if agreed is not None:
+            _check_target(ledger, new_charge, *agreed, data_set)
         _check_budget(policy, ledger, release, data_set)
         ledger.charge([new_charge])
         return True, _sign_newest(policy, ledger, data_set)
+
+
+def spent_so_far(policy: NodePolicy, data_set: DataSet) -> str:
+    """A line on what the data have spent by now and how much of the budget is used up, for the node's operator."""
+    assert policy.ledger is not None, "a node with records of its own keeps a ledger"
+    view, budget = policy.budget_view, policy.budget_epsilon
+    with reading(policy.ledger) as db:
+        events = [release.charged_on(view) for release in db.releases(data_set.id)]
+        used = statement.enforced(db, data_set, budget, view)[1] if budget else 0.0
+    spent = epsilon_of(events, data_set.delta, "rdp").epsilon
+    left = f" of {budget:g}; {used:.0%} of the budget is used up by the rule that enforces it" if budget else ""
+    return f"epsilon {spent:.3g} on the {view} view at delta {data_set.delta:.2g}{left}"
 
 
 def _check_event(event: Event) -> None:
@@ -284,6 +314,21 @@ def _check_newest(policy: NodePolicy, ledger: Ledger, shown: str) -> None:
 def _sign_newest(policy: NodePolicy, ledger: Ledger, data_set: DataSet) -> str:
     """Sign and keep the receipt of the last charge, before anything is computed for it; empty if none is kept."""
     return policy.watch.sign(ledger.chain(data_set.id)).text() if policy.watch is not None else ""
+
+
+def _check_target(ledger: Ledger, new: Charge, target: float, view: PlannedView, data_set: DataSet) -> None:
+    """Refuse a release with which the run's rounds, each counted once, cost more epsilon than its holders agreed to.
+
+    A round that is asked again costs again, and the budget bounds that.
+    """
+    rounds: dict[int | None, Event] = {}
+    for key, release in (*ledger.releases_of(data_set.id, new.key.run), (new.key, new.release)):
+        event = release.charged_on(view)
+        known = rounds.setdefault(key.round, event)
+        if event.effective_noise_multiplier < known.effective_noise_multiplier:
+            rounds[key.round] = event
+    if not stays_within(rounds.values(), data_set.delta, target * (1 + _ROUNDING)):
+        raise RefusedError(f"target_epsilon = {target:g}: this run's rounds would cost more than that, as was agreed")
 
 
 def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set: DataSet) -> None:

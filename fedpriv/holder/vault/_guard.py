@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
+from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.holder.vault._charging import NodePolicy, RefusedError
 from fedpriv.holder.vault.settings import NodeLimits
@@ -19,6 +22,8 @@ from fedpriv.learning.training.local_update import (
     TRAINED_PARTS,
     UpdateSpec,
 )
+from fedpriv.learning.training.noise_plan import calibrated, with_any_rates
+from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
@@ -135,6 +140,47 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: NodeLimits
     ):
         if value > maximum:
             raise RefusedError(f"{name} = {value:g}: above this node's maximum {maximum:g}")
+
+
+def check_agreed(spec: UpdateSpec, config: RunConfig) -> None:
+    """Refuse an update or evaluation that is not part of the run whose configuration the operator agreed to.
+
+    Args:
+        spec: that the coordinator asks for.
+        config: of the run. Noise that follows from a target is held to that when it is charged.
+
+    Raises:
+        RefusedError: one line with the name and both values.
+    """
+    if spec.objective == COUNTS:
+        agreed = config.evaluation_noise_multiplier
+        if agreed is None or spec.noise_multiplier < agreed:
+            raise RefusedError(
+                f"evaluation_noise_multiplier = {spec.noise_multiplier:g}: the run agreed to has {agreed}"
+            )
+        return
+    if config.train == "auto":  # which decides what is asked when the run begins
+        return
+    asked, agreed_specs = _asked(spec, config), [_asked(each, config) for each in _schedule(config).totals]
+    if asked not in agreed_specs:
+        near = min(agreed_specs, key=lambda each: sum(each[key] != asked[key] for key in asked))
+        name = next(key for key in asked if asked[key] != near[key])
+        raise RefusedError(f"{name} = {asked[name]}: the run agreed to asks for {near[name]}")
+
+
+def _asked(spec: UpdateSpec, config: RunConfig) -> dict[str, object]:
+    """The numbers that an update asks for, but for rates and codecs, and noise that follows from a target."""
+    free = ["learning_rate", "lora_learning_rate", "codec", "quantization", "relevance_threshold"]
+    free += ["noise_multiplier"] if config.target_epsilon or config.target_risk else []
+    return {key: value for key, value in vars(spec).items() if key not in free}
+
+
+@lru_cache(maxsize=4)
+def _schedule(config: RunConfig) -> RunSchedule:
+    """The schedule of a run, with any rates; where noise follows from a target, with any noise that is not set."""
+    has_target = config.target_epsilon or config.target_risk
+    noised = replace(config, start_noise_multiplier=1.0) if has_target else calibrated(config, (), {})
+    return RunSchedule.of(with_any_rates(noised))
 
 
 def check_evaluation(spec: UpdateSpec, round_: int, policy: NodePolicy, *, noise_source: str) -> None:

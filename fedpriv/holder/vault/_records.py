@@ -31,7 +31,7 @@ from fedpriv.errors import is_memory_failure
 from fedpriv.files import require_room, trace_without_message
 from fedpriv.holder.vault import _charging, _summed
 from fedpriv.holder.vault._charging import RefusedError
-from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
+from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_named, run_of
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import Request, Response
@@ -89,7 +89,13 @@ def register(request: Request, holder: Holder) -> Response:
     )
     if identity:
         registration = replace(registration, signature=identity.sign(registration.signed))
-    holder.journal.write("registered", num_records=registration.num_records, data_set=registration.data_set)
+    noted = holder.journal.write("registered", num_records=registration.num_records, data_set=registration.data_set)
+    if noted and isinstance(holder, NodeHolder):
+        target = (
+            f"target epsilon {config.target_epsilon:g}" if config.target_epsilon else f"z = {config.noise_multiplier}"
+        )
+        sums = "sums under masks" if config.secure_aggregation else "single uploads"
+        log.info("%s registers this node: %s rounds of %s, %s", run_named(config), config.rounds, sums, target)
     return Response.of(fields=kinds.pack(registration))
 
 

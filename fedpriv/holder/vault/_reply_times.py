@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import logging
 import math
 import random
 import time
@@ -30,8 +29,6 @@ from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.ledger.receipts import chain_of
-
-log = logging.getLogger(__name__)
 
 # Over what was measured: the machine may be busier by then.
 _MARGIN = 1.5
@@ -182,7 +179,7 @@ def _of_update(
         work += spec.local_steps * bench.model.num_workers * number * _FORK_SECONDS_A_RECORD
         if is_first:
             work += number * _seconds_of_text(bench, config) + pace.fork
-    seconds = _public(work, broadcast, holder, config)
+    seconds = _public(work, broadcast, holder)
     return ReplyTime(seconds=seconds, is_first=is_first, keeps=keeps)
 
 
@@ -207,7 +204,7 @@ def _of_evaluation(
         kept, counted = number // num_units, max(1, spec.max_records_per_person)
         work = number * text + num_aside * (counted * one_record + kept * text)
         work += _Ledger.of(bench, holder, data_set).seconds
-    return ReplyTime(seconds=_public(work, broadcast, holder, config))
+    return ReplyTime(seconds=_public(work, broadcast, holder))
 
 
 def charged(reply: ReplyTime, bench: Workbench) -> None:
@@ -322,17 +319,9 @@ def _is_derived(holder: NodeHolder) -> bool:
     return holder.settings.reply_seconds is None
 
 
-def _public(work: float, broadcast: Broadcast, holder: NodeHolder, config: RunConfig) -> float:
+def _public(work: float, broadcast: Broadcast, holder: NodeHolder) -> float:
     """T for so many seconds of work, unless the operator has set it."""
     sent = sum(tensor.nbytes for tensor in broadcast.adapter.values())
     received = sum(tensor.nbytes for part in broadcast.tensors().values() for tensor in part.values())
     settling = _SETTLING_SECONDS + _SETTLING_SECONDS_A_BYTE * sent + _HANDING_SECONDS_A_BYTE * received
-    seconds = holder.settings.reply_seconds or _GRID ** math.ceil(math.log(_MARGIN * (work + settling), _GRID))
-    if seconds > config.round_seconds:
-        log.warning(
-            "replies to this run leave %.0f s after their charge, later than its round_seconds = %g: ask for fewer "
-            "local_steps or a smaller batch_size, or set reply_seconds in vault.toml",
-            seconds,
-            config.round_seconds,
-        )
-    return seconds
+    return holder.settings.reply_seconds or _GRID ** math.ceil(math.log(_MARGIN * (work + settling), _GRID))

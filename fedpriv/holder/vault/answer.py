@@ -19,9 +19,16 @@ from fedpriv.config import RunConfig
 from fedpriv.files import Journal, trace_without_message
 from fedpriv.holder.vault import _charging, _records, _reply_times, _summed
 from fedpriv.holder.vault._charging import AlreadyReleasedError, NodePolicy, RefusedError, refused, registered_data_set
-from fedpriv.holder.vault._guard import check_broadcast, check_evaluation, check_instruction, check_limits, check_unit
+from fedpriv.holder.vault._guard import (
+    check_agreed,
+    check_broadcast,
+    check_evaluation,
+    check_instruction,
+    check_limits,
+    check_unit,
+)
 from fedpriv.holder.vault._summed import Part
-from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_of
+from fedpriv.holder.vault.holder import Holder, NodeHolder, RecordsToRead, bench_of, run_named, run_of
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import (
     ADVERTISE,
@@ -42,13 +49,13 @@ from fedpriv.holder.wire.kinds import Broadcast, EvaluationRelease, UploadReleas
 from fedpriv.learning.adapters import Adapter, difference
 from fedpriv.learning.aggregation import RULES
 from fedpriv.learning.training import private_evaluation
-from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.learning.training.local_update import COUNTS, ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.learning.training.private_evaluation import NoisedCounts
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.learning.training.workbench import Workbench
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.events import Event
-from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.accounting.views import PlannedView, Release
 from fedpriv.privacy.ledger.entries import NOT_READ, DataSet, Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
@@ -180,7 +187,9 @@ def settle(prepared: Prepared, update: ClientUpdate | Exception) -> Response:
 
 
 def _afford(request: Request, holder: Holder) -> Response:
-    """How many of the planned releases fit, one after the other; it charges nothing, and is no promise.
+    """How many of the planned releases fit, one after the other, what the policy refuses, and when replies leave.
+
+    It charges nothing, and is no promise.
 
     Raises:
         RefusedError: the plan is malformed, or the node's data are not registered with its ledger.
@@ -189,14 +198,40 @@ def _afford(request: Request, holder: Holder) -> Response:
     policy = holder.policy
     try:
         planned = kinds.unpack_plan(request.fields, policy.budget_view)
+        specs = kinds.unpack_specs(request.fields, policy.budget_view)
     except ValueError as error:
         raise RefusedError(str(error)) from None
     total = sum(number for _, number in planned)
     data_set = registered_data_set(policy, str(holder.client), None) if policy.ledger is not None else None
     # Where the holder starts the runs, the coordinator knows the budget.
     fitting = total if data_set is None or policy.fixed_schedule else _fitting(policy, data_set, planned)
-    holder.journal.write("asked", planned=total, affordable=fitting)
-    return Response.of(fields=kinds.pack(kinds.Affordable(releases=fitting)))
+    seconds, objection = 0.0, ""
+    if specs and data_set is not None and isinstance(holder, NodeHolder):
+        config = run_of(request.run_config, holder)
+        bench = bench_of(config, holder)
+        try:
+            for spec, event in specs:
+                _check_spec(spec, 1, config, bench, policy, data_set.num_records)
+                if spec.objective != COUNTS:
+                    check_limits(spec, event, 1, policy.limits)
+        except RefusedError as error:
+            objection = str(error)[: kinds.MAX_TEXT_LENGTH]
+        else:
+            seconds = max(_reply_seconds(spec, config, bench, holder, data_set) for spec, _ in specs)
+    holder.journal.write("asked", planned=total, affordable=fitting, reply_seconds=seconds, objection=objection)
+    return Response.of(
+        fields=kinds.pack(kinds.Affordable(releases=fitting, reply_seconds=seconds, objection=objection))
+    )
+
+
+def _reply_seconds(
+    spec: UpdateSpec, config: RunConfig, bench: Workbench, holder: NodeHolder, data_set: DataSet
+) -> float:
+    """T of a planned release, from the tensors that the run starts with."""
+    sampler = spec.sampler(data_set.num_records, _secure)
+    return _reply_times.of_release(
+        spec, Broadcast(adapter=bench.initial), sampler, config, bench, holder, data_set
+    ).seconds
 
 
 def _fitting(policy: NodePolicy, data_set: DataSet, planned: Sequence[tuple[Event, int]]) -> int:
@@ -260,11 +295,17 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     client, evaluates = holder.partition(bench.num_clients), request.kind == EVALUATE
     decoded = (_evaluation if evaluates else _instruction)(request, config, holder, client, bench.initial)
     key, spec, broadcast, _ = decoded
+    agreed = _agreed(decoded, config, holder) if isinstance(holder, NodeHolder) else None
     data_set, num_registered = _records.registered(config, bench, holder)
     task, release = _checked(decoded, request.kind, config, bench, holder.policy, num_registered)
     reply = None  # which leaves at once, unless the records are the node's own
     if isinstance(holder, NodeHolder) and data_set is not None:
         reply = _reply_times.of_release(spec, broadcast, task.sampler, config, bench, holder, data_set)
+        if reply.seconds > config.round_seconds:  # both are public, and nothing would count that is paid for now
+            raise RefusedError(
+                f"round_seconds = {config.round_seconds:g}: this node's reply would leave after {reply.seconds:.0f} s, "
+                f"when the round is over; {kinds.LATE_CURES}"
+            )
     room = holder.room.reserve_reply(sum(tensor.nbytes for tensor in broadcast.adapter.values()))
     is_new, receipt = _charging.charge(
         holder.policy,
@@ -273,7 +314,10 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
         data_set,
         noise_source=config.noise_source,
         shown=str(request.own.get(kinds.RECEIPT, "")),
+        agreed=agreed,
     )
+    if is_new and data_set is not None and isinstance(holder, NodeHolder):
+        _tell_charged(decoded, release, config, holder, data_set)
     # The last step before any record is touched. From here on until T has passed, nothing may leave.
     holder.before_records(reply.seconds if reply else 0.0)
     if is_new:
@@ -299,6 +343,37 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     )
 
 
+def _tell_charged(
+    decoded: _Decoded, release: Release, config: RunConfig, holder: NodeHolder, data_set: DataSet
+) -> None:
+    """Log a line on a new charge, from public numbers alone; nothing that goes wrong stops what is paid for."""
+    noise = release.charged_on(holder.policy.budget_view).effective_noise_multiplier
+    part = "in a sum" if decoded.part else "alone"
+    where = f"{run_named(config)}, round {decoded.key.round} of {config.rounds}, {part}, effective noise {noise:.3g}"
+    try:
+        log.info("charged: %s; now %s", where, _charging.spent_so_far(holder.policy, data_set))
+    except Exception as error:
+        log.warning("charged: %s; what is spent by now is not known (%s)", where, error)
+
+
+def _agreed(decoded: _Decoded, config: RunConfig, holder: NodeHolder) -> tuple[float, PlannedView] | None:
+    """The epsilon that the operator agreed to for the run, and its view; None where no target was agreed.
+
+    Raises:
+        RefusedError: the request is not part of the run that was agreed.
+    """
+    is_alone = decoded.part is None and decoded.spec.objective != COUNTS
+    has_agreed = holder.keeps_agreement
+    if config.secure_aggregation and is_alone and (has_agreed or holder.settings.require_secure_sums):
+        raise RefusedError("secure_aggregation: was agreed, and this request has no terms of a sum under masks")
+    if not has_agreed:
+        return None
+    check_agreed(decoded.spec, config)
+    # What `rho` costs a node cannot know; it is no less than `local`.
+    view: PlannedView = "aggregate" if config.privacy_view == "aggregate" else "local"
+    return (config.target_epsilon, view) if config.target_epsilon else None
+
+
 def _checked(
     decoded: _Decoded, kind: str, config: RunConfig, bench: Workbench, policy: NodePolicy, num_registered: int
 ) -> tuple[UpdateTask, Release]:
@@ -309,19 +384,9 @@ def _checked(
         ValueError: the model that was sent does not fit.
     """
     key, spec, broadcast, part = decoded
-    check_unit(spec, most=config.most_of_a_person)
     if part and part.num_records != num_registered:
         raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
-    if kind == EVALUATE:
-        check_evaluation(spec, key.round, policy, noise_source=config.noise_source)
-    else:
-        check_instruction(
-            spec,
-            policy,
-            noise_source=config.noise_source,
-            num_registered=num_registered,
-            has_labels=bool(bench.label_names),
-        )
+    _check_spec(spec, key.round, config, bench, policy, num_registered)
     coins, choices, noise = (
         _source(config, int(key.client), key.round, purpose)
         for purpose in ("inclusion", "choices", "evaluation" if kind == EVALUATE else "noise")
@@ -350,6 +415,23 @@ def _checked(
     else:
         check_limits(spec, release.charged_on(policy.budget_view), key.round, policy.limits)
     return task, release
+
+
+def _check_spec(
+    spec: UpdateSpec, round_: int, config: RunConfig, bench: Workbench, policy: NodePolicy, num_registered: int
+) -> None:
+    """Refuse an update or evaluation that would not protect the holder's records, whatever it costs."""
+    check_unit(spec, most=config.most_of_a_person)
+    if spec.objective == COUNTS:
+        check_evaluation(spec, round_, policy, noise_source=config.noise_source)
+    else:
+        check_instruction(
+            spec,
+            policy,
+            noise_source=config.noise_source,
+            num_registered=num_registered,
+            has_labels=bool(bench.label_names),
+        )
 
 
 def _refused(error: Exception, request: Request, holder: Holder) -> Response:

@@ -6,16 +6,18 @@ A `NodeHolder` has records of its own, and its operator's settings stand above a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
 from fedpriv.config import EMBEDDED, ON_NODES, RunConfig, parse
 from fedpriv.errors import InputError, LedgerError
-from fedpriv.files import Journal
-from fedpriv.holder.vault._charging import NodePolicy, RefusedError
+from fedpriv.files import Journal, replace_file, require_room
+from fedpriv.holder.vault._charging import NodePolicy, RefusedError, WaitingError
 from fedpriv.holder.vault._disk import NO_DISK, NodeJournal, Room
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import (
@@ -23,9 +25,12 @@ from fedpriv.holder.vault.settings import (
     ApprovedModel,
     NodeLimits,
     VaultSettings,
+    agreed_runs,
     approved_model,
+    differences,
     is_unchanged_model,
     read_models,
+    terms_of,
 )
 from fedpriv.holder.wire.frame import Scalar
 from fedpriv.learning.adapters import model_state
@@ -33,6 +38,7 @@ from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask
 from fedpriv.learning.training.workbench import Workbench, workbench
 from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.privacy.ledger.reader import reading
+from fedpriv.texts import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +143,11 @@ class NodeHolder(Holder):
 
     settings: VaultSettings
 
+    @property
+    def keeps_agreement(self) -> bool:
+        """Whether there are runs that the operator agreed to, and others are not taken."""
+        return self.settings.other_runs != "allow" and bool(agreed_runs(self.settings.agreed))
+
 
 def _registered(ledger: Path) -> str:
     """Id of the data set that a ledger holds now; empty if there is none, or it cannot be read."""
@@ -173,6 +184,11 @@ def run_of(run_config: Mapping[str, Scalar], holder: Holder) -> RunConfig:
     return config
 
 
+def run_named(config: RunConfig) -> str:
+    """A run by the name of its folder, and its purpose, as its coordinator has them."""
+    return printable(f"run {Path(config.out).name or 'without a name'} ({config.purpose or 'no purpose named'})")
+
+
 def bench_of(config: RunConfig, holder: Holder) -> Workbench:
     """Model and records of the node in a run; the records of its own are not read yet."""
     return workbench(config, holder.settings.source if isinstance(holder, NodeHolder) else None)
@@ -196,6 +212,7 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
     """The run's configuration as a node with records of its own carries it out."""
     if settings.closed.exists():
         raise RefusedError(CLOSED)
+    _check_agreed(config, settings)
     if policy.budget_epsilon is None:
         raise RefusedError("budget_epsilon: this node has records of its own but no budget; its operator must set one")
     if config.data != ON_NODES:
@@ -238,6 +255,33 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
         memory_limit_mb=settings.memory_limit_mb,
         device=settings.device,
     )
+
+
+def _check_agreed(config: RunConfig, settings: VaultSettings) -> None:
+    """Refuse a run that differs from those that the operator agreed to, or is over; note one that may wait.
+
+    Raises:
+        WaitingError: the operator may still agree.
+        RefusedError: the operator takes no such run.
+    """
+    if config.until and datetime.now(UTC).date().isoformat() > config.until:
+        raise RefusedError(f"until = {config.until}: is over, and this node takes part no more")
+    if settings.require_secure_sums and not config.secure_aggregation:
+        raise RefusedError("secure_aggregation = false: this node requires secure sums, require_secure_sums = true")
+    if settings.other_runs == "allow":
+        return
+    asked = terms_of(config)
+    if not (differing := differences(asked, agreed_runs(settings.agreed))):
+        return
+    said = f"from what this node's operator agreed to: {'; '.join(differing)}"
+    if settings.other_runs == "refuse":
+        raise RefusedError(f"run: differs {said}")
+    with suppress(OSError):
+        text = json.dumps(asked).encode()
+        if not settings.waiting.is_file() or settings.waiting.read_bytes() != text:
+            require_room(settings.folder, len(text))
+            replace_file(settings.waiting, text, mode=0o600)
+    raise WaitingError(f"run: waits for `fedpriv node approve-run`, since it differs {said}")
 
 
 def _is_unchanged(model: ApprovedModel) -> bool:

@@ -8,7 +8,9 @@ neither may come from a run's configuration. That names an approved model, or no
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +20,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config as configuration
+from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import model_digest
 from fedpriv.learning.data import DataSource
@@ -31,6 +34,7 @@ PEER_SUFFIX = ".pub"
 CLOSED = "closed: this node takes part in nothing until its operator has looked at it"
 
 _PEER_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+_AGREED_HEADER = "# The runs that this node takes part in, as the invitation or `approve-run` had them.\n"
 _MODELS_HEADER = "# The models that this node runs; `approve-model` adds them. A run names one of them.\n"
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -74,6 +78,9 @@ class VaultSettings:
         keep_tokens: whether the records' tokens are kept in the folder from one start to the next.
         counter_file: a file on another disk that keeps the receipts of charges, so that a ledger that was restored is
             noticed; None keeps none but in the folder.
+        other_runs: the answer to a run that differs from those that the operator agreed to, by the invitation or by
+            `approve-run`, if there are any: `ask` waits for that, `refuse` does not, `allow` leaves it to policy.toml.
+        require_secure_sums: whether uploads leave as parts of sums under masks alone, in whatever run.
         client_user: name or number of the user whose processes may ask the vault; empty stands for the vault's own.
     """
 
@@ -106,6 +113,8 @@ class VaultSettings:
     max_records: Annotated[int, Field(ge=1)] | None = None
     keep_tokens: bool = True
     counter_file: Path | None = None
+    other_runs: Literal["ask", "refuse", "allow"] = "ask"
+    require_secure_sums: bool = False
     client_user: str = ""
 
     @staticmethod
@@ -148,6 +157,16 @@ class VaultSettings:
     def models(self) -> Path:
         """The file with the models that the node runs."""
         return self.folder / "approved-models.toml"
+
+    @property
+    def agreed(self) -> Path:
+        """The file with the runs that the operator agreed to, each as `terms_of` has it."""
+        return self.folder / "agreed-runs.toml"
+
+    @property
+    def waiting(self) -> Path:
+        """The file with the last run that differs from these and waits for `approve-run`."""
+        return self.folder / "waiting-run.json"
 
     @property
     def peers(self) -> Path:
@@ -243,6 +262,56 @@ class NodeLimits:
             InputError: one line that names the file, and the key and value that are wrong.
         """
         return validated(NodeLimits, configuration.read(path), prefix=f"{path}: ")
+
+
+_NOISE = ("noise_multiplier", "start_noise_multiplier", "lora_noise_multiplier")
+_TERMS = (
+    *("purpose", "until", "model", "task", "labels", "unit", "max_records_per_person", "holders_per_person"),
+    *("secure_aggregation", "colluding_clients", "privacy_view", "target_epsilon", "target_risk"),
+    *("rounds", "local_steps", "batch_size", "sampling_probability", "lora_sampling_probability", "lora_rounds"),
+    *("train", "head_start", "noise_on", "mechanism", "mechanism_parameters", "clipping", "clip_norm", *_NOISE),
+    *("evaluation_noise_multiplier", "test_fraction"),
+)
+
+
+def terms_of(run: RunConfig) -> dict[str, configuration.Scalar]:
+    """{key: value} of a run that its holders agree to: whom it protects and how, what it asks, what for, until when.
+
+    Noise that follows from a target, and what `train = auto` decides, are derived when a run begins and left out.
+    """
+    derived = {*(_NOISE if run.target_epsilon or run.target_risk else ())}
+    derived |= {*(RunConfig.keys_with(configuration.Fact.BY_TRAIN) if run.train == "auto" else ())}
+    values = configuration.to_flower(run)
+    return {key: values[key] for key in _TERMS if key not in derived}
+
+
+def agreed_runs(path: Path) -> list[dict[str, configuration.Scalar]]:
+    """The terms of the runs in a file, the last agreement first; none if there is no file.
+
+    Raises:
+        InputError: the file is malformed.
+    """
+    runs = configuration.read(path).get("run", []) if path.is_file() else []
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        raise InputError(f"{path}: must hold [[run]] tables and nothing else; `approve-run` writes them")
+    return runs[::-1]
+
+
+def agreed_text(runs: Sequence[Mapping[str, configuration.Scalar]]) -> str:
+    """The content of the file with these terms, the last agreement first."""
+    return _AGREED_HEADER + (tomli_w.dumps({"run": [dict(run) for run in reversed(runs)]}) if runs else "")
+
+
+def differences(
+    asked: Mapping[str, configuration.Scalar], agreed: Sequence[Mapping[str, configuration.Scalar]]
+) -> list[str]:
+    """How a run's terms differ from the most similar of those that were agreed to; empty if they are among them."""
+
+    def differing(run: Mapping[str, configuration.Scalar]) -> list[str]:
+        keys = [key for key in {**asked, **run} if asked.get(key) != run.get(key)]
+        return [f"{key} = {json.dumps(asked.get(key))}, agreed was {json.dumps(run.get(key))}" for key in keys]
+
+    return min(map(differing, agreed), key=len, default=[])
 
 
 def approved_peers(folder: Path) -> dict[int, str]:

@@ -43,6 +43,7 @@ REVEAL = "reveal"
 REFUSED = 100
 FAILED = 101
 RETIRED = 102
+WAITING = 103
 
 # Names in a Flower message: of the record that carries a frame, with its one array, and of what one node alone is told.
 FRAME = "frame"

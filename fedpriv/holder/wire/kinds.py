@@ -45,8 +45,14 @@ SEALED = "sealed"
 _MOST_PLANNED = 64
 _MOST_ROUNDS = 10**6
 
-# The longest text, in characters, that a registration may hold.
-_MAX_TEXT_LENGTH = 300
+MAX_TEXT_LENGTH = 300
+"""The most characters of a text in a registration or an objection."""
+
+# What a coordinator can do about replies that would come too late to count.
+LATE_CURES = (
+    "ask for a larger round_seconds, fewer local_steps or a smaller batch_size, or let the node's operator set "
+    "reply_seconds in vault.toml"
+)
 
 # What a node runs; all nodes of a run must run the same. It is that of the code that was loaded, not of a later update.
 SOFTWARE = f"fedpriv {software()}"
@@ -166,28 +172,42 @@ class Registration(_Statement):
     def check(self) -> None:
         """See `_Statement`."""
         for name in ("name", "data_set", "software", "identity", "signature"):
-            if (length := len(getattr(self, name))) > _MAX_TEXT_LENGTH:
-                raise ValueError(f"{name}: has {length} characters; at most {_MAX_TEXT_LENGTH} are allowed")
+            if (length := len(getattr(self, name))) > MAX_TEXT_LENGTH:
+                raise ValueError(f"{name}: has {length} characters; at most {MAX_TEXT_LENGTH} are allowed")
         if self.client < 0 or self.num_records < 1 or not self.data_set:
             raise ValueError(f"registration: {self}: needs client >= 0, num_records >= 1 and a data set id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedReleases(_Statement):
-    """A planned run, as JSON of `pack_plan`; the node is asked how many of its releases its budget allows."""
+    """A planned run, as JSON of `pack_plan`; the node is asked what of it its policy, its budget and its time allow."""
 
     label = "plan"
 
     plan: str
+    specs: str = "[]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Affordable(_Statement):
-    """The number of planned releases that a node's budget allows, one after the other."""
+    """A node's answer to a planned run, before any of it is charged.
+
+    Attributes:
+        releases: how many of them its budget allows, one after the other.
+        reply_seconds: the longest T of any of them, after which its reply leaves; 0 for at once.
+        objection: what its policy refuses in one of them; empty if nothing.
+    """
 
     label = "affordable"
 
     releases: int
+    reply_seconds: float = 0.0
+    objection: str = ""
+
+    def check(self) -> None:
+        """See `_Statement`."""
+        if not 0 <= self.reply_seconds < math.inf or len(self.objection) > MAX_TEXT_LENGTH:
+            raise ValueError(f"affordable: reply_seconds = {self.reply_seconds}: must be finite, its objection short")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,20 +313,31 @@ def unpack_instruction(kind: type[Spec], scalars: Scalars) -> tuple[str, int, Sp
     """
     rest = dict(scalars)
     run, round_ = _typed(rest, "run", str), _typed(rest, "round", int)
+    return run, round_, _spec(kind, rest)
+
+
+def _spec(kind: type[Spec], scalars: Scalars) -> Spec:
+    """The specification that these scalars are, and nothing else."""
+    rest = dict(scalars)
     spec = kind(**{each.name: _typed(rest, each.name, _TYPES[str(each.type)]) for each in fields(kind)})
     _refuse_unknown("instruction", rest)
-    return run, round_, spec
+    return spec
 
 
-def pack_plan(planned: Sequence[tuple[Release, int]]) -> Scalars:
-    """The fields of the question whether a node's budget allows a run.
+def pack_plan(planned: Sequence[tuple[Release, int]], specs: Sequence[tuple[UpdateSpec, Release]] = ()) -> Scalars:
+    """The fields of the question whether a node's policy and budget allow a run.
 
     Args:
         planned: (one of the client's releases, how many of them), in the order in which they would be charged.
+        specs: (what is asked in some of the rounds, the release of one of them), each once.
     """
-    views: tuple[PlannedView, ...] = ("local", "aggregate")
-    rows = [[*(events.to_json(release.charged_on(v)) for v in views), n] for release, n in planned]
-    return pack(PlannedReleases(plan=json.dumps(rows)))
+
+    def row(release: Release, rest: int | dict[str, Any]) -> list[Any]:
+        views: tuple[PlannedView, ...] = ("local", "aggregate")
+        return [*(events.to_json(release.charged_on(view)) for view in views), rest]
+
+    rows, asked = [row(*each) for each in planned], [row(release, asdict(spec)) for spec, release in specs]
+    return pack(PlannedReleases(plan=json.dumps(rows), specs=json.dumps(asked[:_MOST_PLANNED])))
 
 
 def unpack_plan(scalars: Scalars, view: PlannedView) -> list[tuple[Event, int]]:
@@ -325,6 +356,19 @@ def unpack_plan(scalars: Scalars, view: PlannedView) -> list[tuple[Event, int]]:
     except (KeyError, TypeError, IndexError, ValueError, RecursionError):
         raise ValueError(
             f"plan: must be at most {_MOST_PLANNED} rows of a release on two views and a number, 1 to {_MOST_ROUNDS}"
+        ) from None
+
+
+def unpack_specs(scalars: Scalars, view: PlannedView) -> list[tuple[UpdateSpec, Event]]:
+    """(what is asked in some of the rounds, what it costs on the view), as `pack_plan` had them; raises as that."""
+    try:
+        rows = json.loads(unpack(PlannedReleases, scalars).specs)[: _MOST_PLANNED + 1]
+        if len(rows) > _MOST_PLANNED:
+            raise ValueError
+        return [(_spec(UpdateSpec, row[2]), events.from_json(row[view == "aggregate"])) for row in rows]
+    except (KeyError, TypeError, IndexError, ValueError, RecursionError):
+        raise ValueError(
+            f"specs: must be at most {_MOST_PLANNED} rows of a release on two views and an update"
         ) from None
 
 

@@ -140,7 +140,7 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
     clients = dict(enumerate(sizes))
     # No noise changes the clients' shares of a sum.
     start = None if config.noise_schedule else 1.0
-    rounds = RunSchedule.of(_with_any_rates(replace(config, start_noise_multiplier=start)))
+    rounds = RunSchedule.of(with_any_rates(replace(config, start_noise_multiplier=start)))
     threshold, colluding = config.min_clients, config.colluding_clients
     weights = [record_weights(config, spec, clients) for spec in rounds.totals]
     return min(
@@ -240,7 +240,7 @@ def _with_value(config: RunConfig, name: str, value: float) -> RunConfig:
     return replace(config, **values)
 
 
-def _with_any_rates(config: RunConfig) -> RunConfig:
+def with_any_rates(config: RunConfig) -> RunConfig:
     """The configuration with some number for each rate: none changes what a release costs."""
     return replace(config, learning_rate=1.0, lora_head_learning_rate=1.0, lora_learning_rate=1.0)
 
@@ -261,7 +261,7 @@ def _releases(
     config: RunConfig, name: str, sizes: Mapping[int, int], client: int, initial: Adapter, scale: float
 ) -> Schedule:
     """All releases of a client in every round, with the noise that the view counts, by the noise of this name."""
-    planned = _with_any_rates(config)
+    planned = with_any_rates(config)
 
     def releases(noise_multiplier: float) -> list[Event]:
         events = planned_releases(_with_value(planned, name, noise_multiplier), sizes, client, initial)

@@ -1,5 +1,6 @@
 """`doctor` passes no node that leaves to a coordinator what its operator must decide, and opens no record."""
 
+import json
 import os
 import socket
 import subprocess
@@ -14,12 +15,13 @@ from clients.deploy import doctor, separate_users, supernode
 from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
+from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.files import User
+from fedpriv.files import Journal, User
 from fedpriv.holder.vault._charging import NodePolicy, RefusedError, charge, registered_data_set
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.vault.settings import VaultSettings
-from fedpriv.operate import approvals
+from fedpriv.holder.vault.settings import VaultSettings, agreed_text, terms_of
+from fedpriv.operate import approvals, processes
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Key
@@ -32,7 +34,7 @@ from tests.cli.command_line import fedpriv
 from tests.deployment.tls_server import serving
 from tests.vaults import write_records
 
-OFFLINE = {"tls", "clock", "door"}
+OFFLINE = {"tls", "clock", "door", "admitted"}
 
 
 @pytest.fixture
@@ -231,12 +233,68 @@ def test_a_node_that_runs_needs_no_free_port(node, monkeypatch):
         assert "stop the program that uses it" in failed(node)["port"]
         other = replace(node, vault=replace(node.vault, folder=node.folder.parent))
         for runs, expected in ((other, {"port"}), (node, set())):
-            command = ["sleep", *supernode.program(runs)[1:]]  # as the SuperNode's, but for its program
+            command = ["sleep", *separate_users.program(runs)[1:]]  # as the SuperNode's, but for its program
             code = "import sys, time; print(flush=True); time.sleep(60)"
             with subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.PIPE) as process:
                 process.stdout.readline()
                 assert set(failed(node)) == expected
                 process.kill()
+
+
+def test_what_proc_hides_is_not_taken_for_another_program(node, monkeypatch, tmp_path):
+    """With `hidepid`, the processes of the SuperNode's own user are not seen, and the vault says that the node runs."""
+    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    monkeypatch.setattr(separate_users, "user_ids", lambda node: {os.geteuid(), 65534})
+    with socket.create_server(("127.0.0.1", node.port)):
+        assert "stop the program that uses it" in failed(node)["port"]
+        with socket.socket(socket.AF_UNIX) as vault:
+            vault.bind(str(node.vault.socket))
+            vault.listen()
+            assert failed(node) == {}
+            assert [check.ok for check in doctor.health(node)] == [True, True]
+
+
+def test_health_takes_no_other_program_for_the_supernode(node):
+    with socket.create_server(("127.0.0.1", node.port)):
+        vault, found = doctor.health(node)
+    assert not vault.ok
+    assert (found.ok, "another program listens" in found.detail) == (False, True)
+
+
+@pytest.mark.parametrize("closed", [".", "site", "site/node/ca.crt"])
+def test_a_way_that_is_closed_to_the_supernodes_user_fails_as_start_would_until_the_advice_is_taken(
+    node, tmp_path, monkeypatch, closed
+):
+    """A home of mode 700, for instance, is passed by its owner alone."""
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o711)
+    (tmp_path / "site").mkdir()
+    moved = node.folder.rename(tmp_path / "site" / "node")
+    node = Node.read(moved)
+    changed(node, client_user="nobody")
+    path = tmp_path / closed
+    path.chmod(0o600 if path.is_file() else 0o700)
+    said = failed(node)["client_user"]
+    assert str(path.resolve()) in said
+    subprocess.run(said.partition("; run ")[2].partition(", or ")[0], shell=True, check=True)
+    assert "client_user" not in failed(node)
+
+
+def test_the_runs_that_are_agreed_to_the_one_that_waits_and_the_time_of_replies_are_told(node):
+    def told(name: str) -> str:
+        (found,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == name]
+        return found
+
+    assert told("runs") == "any that policy.toml allows"
+    assert told("replies") == "leave when measurements say; no run has asked yet"
+    run = terms_of(parse({"purpose": "triage", "rounds": 20}))
+    node.vault.agreed.write_text(agreed_text([run]))
+    node.vault.waiting.write_text(json.dumps(run | {"rounds": 30}))
+    Journal(node.vault.events).write("asked", planned=20, affordable=20, reply_seconds=5793.0)
+    waits = "one waits (rounds = 30, agreed was 20): run `approve-run`, or delete"
+    assert told("runs") == f"agreed to: triage, 20 rounds; others ask; {waits} {node.vault.waiting}"
+    assert told("replies").endswith("at most 5,793.0 s after their charge")
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
@@ -247,7 +305,7 @@ def test_whatever_the_umask_others_read_what_decides_and_change_none_of_it(make_
     finally:
         os.umask(before)
     modes = {path: path.stat().st_mode & 0o777 for path in node.deciding if path.exists()}
-    assert len(modes) == 8, "the folder, five files of settings, the bundles and the certificate"
+    assert len(modes) == 9, "the folder, six files of settings, the bundles and the certificate"
     assert modes.pop(node.folder) == 0o700
     assert set(modes.values()) == {0o644}
     assert node.flower_home.stat().st_mode & 0o777 == 0o700

@@ -39,7 +39,10 @@ def check(node: Node) -> Check:
     return found
 
 
-FILES = ("application.toml", "approved-fabs", "approved-models.toml", "node.toml", "policy.toml", "vault.toml")
+FILES = (
+    *("agreed-runs.toml", "application.toml", "approved-fabs", "approved-models.toml"),
+    *("node.toml", "policy.toml", "vault.toml"),
+)
 
 
 def test_each_command_notes_what_it_changes(node, invite, tiny_bert):
@@ -99,7 +102,7 @@ def test_a_history_that_was_cut_or_replaced_is_told_and_stops_no_command(node):
     whole = path.read_text().splitlines(keepends=True)
     path.write_text("".join(whole[:-1]))
     assert not check(node).ok
-    assert "ends at line 5, but history.jsonl.head has seen line 6" in check(node).detail
+    assert f"ends at line {len(FILES) - 1}, but history.jsonl.head has seen line {len(FILES)}" in check(node).detail
     done = run_in_process(app, "fedpriv node", "history", node.folder)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert DIGEST in kit("approve", node.folder, DIGEST)

@@ -2,7 +2,9 @@
 
 import codecs
 import hashlib
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,7 +23,7 @@ from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.holder.vault import history
-from fedpriv.holder.vault.settings import NodeLimits, read_models
+from fedpriv.holder.vault.settings import NodeLimits, agreed_runs, read_models
 from fedpriv.learning.adapters import model_digest
 from fedpriv.operate import approvals, joining
 from fedpriv.privacy.ledger import keys
@@ -291,3 +293,35 @@ def test_settings_file_with_a_wrong_value_is_named(make_node):
     (node.folder / "node.toml").write_text('superlink = "h.org:1"\ndata = "x.csv"\n')
     with pytest.raises(InputError, match=r"node\.toml: data = 'x.csv': "):
         Node.read(node.folder)
+
+
+PLAN = {"data": "on-nodes", "labels": ",".join(LABELS), "rounds": 20, "purpose": "triage", "until": "2999-06-30"}
+
+
+def test_what_is_planned_is_told_with_its_cost_kept_and_another_run_is_agreed_to_by_its_fingerprint(tmp_path, invite):
+    invitation = invite(run=PLAN | {"target_epsilon": 2.0}, contact="Dr. Huber, +49 30 1234")
+    told = deploy("init", tmp_path / "node", *heard(invitation)).stdout
+    for line in (
+        "contact: Dr. Huber, +49 30 1234",
+        "purpose: triage, until 2999-06-30",
+        "cost: epsilon 2 at most on the local view, at delta 1 / (10 N_k); a round that is asked again costs again",
+    ):
+        assert line in told.splitlines(), told
+    vault = Node.read(tmp_path / "node").vault
+    (agreed,) = agreed_runs(vault.agreed)
+    assert (agreed["rounds"], agreed["target_epsilon"], agreed["purpose"]) == (20, 2.0, "triage")
+    assert "no such file; no run waits" in deploy("approve-run", tmp_path / "node").stderr
+    vault.waiting.write_text(json.dumps({**agreed, "rounds": 30}))
+    shown = deploy("approve-run", tmp_path / "node")
+    assert (shown.returncode, shown.stdout) == (2, "rounds = 30, agreed was 20\n")
+    own = shown.stderr.split()[-1]
+    assert f"run {own} is approved" in deploy("approve-run", tmp_path / "node", "--run", own).stdout
+    assert [run["rounds"] for run in agreed_runs(vault.agreed)] == [30, 20]
+    assert not vault.waiting.exists()
+    assert history.read(tmp_path / "node")[-1].file == "agreed-runs.toml"
+
+
+def test_an_invitation_without_a_target_says_what_its_noise_costs(tmp_path, invite):
+    told = deploy("init", tmp_path / "node", *heard(invite(run=PLAN | {"noise_multiplier": 8.0}))).stdout
+    assert re.search(r"^cost: epsilon \d+\.\d\d on the local view, at delta 1e-05$", told, re.M), told
+    assert "contact: nobody is named" in told

@@ -10,16 +10,18 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from clients.deploy import metrics
+from clients.deploy import metrics, separate_users
 from clients.deploy.folder import Node
 from clients.deploy.supernode import units
 from fedpriv.holder.vault._disk import BEYOND
+from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.operate.command_line import unit_name
 from fedpriv.operate.metrics import Measured
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.receipts import Receipt
 from server.deploy import certificates
 from simulations.sites import wait_until
 from tests import monitoring
@@ -70,6 +72,16 @@ def test_the_account_is_that_of_the_ledger(node):
     assert value(found, "fedpriv_rounds_left") > 1
     assert 0 < value(found, "fedpriv_budget_used_ratio") < 0.9
     assert not firing(found)
+
+
+def test_a_restored_ledger_is_no_ledger_that_can_be_used(node):
+    """The vault refuses everything then, whoever has shown it the receipt of what the ledger lacks."""
+    charge(node, 1)
+    figures = metrics.sources(node)[1]
+    assert value(parsed(text_of(figures)), "fedpriv_ledger_usable") == 1
+    lost = Receipt(data_set="d" * 32, counter=2, previous="e" * 64).signed(node.vault.key)
+    ReceiptWatch.in_folder(node.vault).keep(lost)
+    assert value(parsed(text_of(figures)), "fedpriv_ledger_usable") == 0
 
 
 def test_what_became_of_a_charge_changes_nothing(node):
@@ -128,7 +140,8 @@ ALERTS = ("NodeClosed", "LedgerUnusable", "VaultDown", "SuperNodeDown", "Coordin
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_alerts_of_a_node_fire(node, alert):
+def test_alerts_of_a_node_fire(node, alert, monkeypatch):
+    monkeypatch.setattr(separate_users, "is_running", lambda node: True)  # the socket below stands for its process
     charge(node, 1)
     with socket.socket(socket.AF_UNIX) as vault, socket.socket() as supernode:
         if alert != "SuperNodeDown":

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from fedpriv.config import parse, to_flower
 from fedpriv.holder.vault import _charging
 from fedpriv.holder.vault._charging import RetiredError
 from fedpriv.holder.vault.answer import answer
@@ -15,6 +16,7 @@ from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import AFFORD, REFUSED, Request
 from fedpriv.learning.training import workbench
+from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
 from fedpriv.privacy.accounting.filters import CommittedPlan
 from fedpriv.privacy.accounting.views import Release
@@ -49,8 +51,8 @@ def release(noise_multiplier, sampling_probability=1.0):
     return Release(event=event, rho_bar=1.0, aggregate_scale=1.5, num_readers=1)
 
 
-def affordable(holder, planned):
-    return answer(Request.of(kind=AFFORD, run_config={}, fields=kinds.pack_plan(planned)), holder)
+def affordable(holder, planned, specs=(), run_config=None):
+    return answer(Request.of(kind=AFFORD, run_config=run_config or {}, fields=kinds.pack_plan(planned, specs)), holder)
 
 
 def charged(holder, planned):
@@ -84,7 +86,7 @@ def test_as_many_releases_fit_as_are_charged(holder, epsilon, view):
     response = affordable(own, PLAN)
     assert not response.code, response.reason
     assert releases_in(own) == 0
-    assert response.fields == {"releases": charged(own, PLAN)}
+    assert response.fields == {"releases": charged(own, PLAN), "reply_seconds": 0.0, "objection": ""}
 
 
 def test_what_was_spent_before_counts(holder):
@@ -116,6 +118,44 @@ def test_slots_of_a_committed_plan_count(holder):
     with Ledger(own.policy.ledger) as ledger:
         _charging.choose_rule(ledger, ledger.data_set(), CommittedPlan.of(slots, 5e-6), 20.0)
     assert affordable(own, PLAN).fields["releases"] == charged(own, PLAN) == 4
+
+
+RUN = {"recipe": "dp-lora-paper", "data": "on-nodes", "labels": ",".join(LABELS), "rounds": 6, "layers": "last-1"}
+
+
+def asked(tiny_bert, **values):
+    """What a run asks, its specification and what one release of it costs."""
+    run = RUN | {"model": str(tiny_bert), "num_clients": 2, "batch_size": 4, "noise_multiplier": 2.0} | values
+    spec = UpdateSpec.of(parse(run))
+    return to_flower(parse(run)), [(spec, release(spec.noise_multiplier, spec.probability(NUM_RECORDS)))]
+
+
+@pytest.mark.parametrize(
+    ("values", "policy", "objection"),
+    [
+        ({}, "", ""),
+        ({}, "max_rounds = 5\n", "num_rounds = 6: above this node's maximum 5"),
+        ({"local_steps": 7}, "max_local_steps = 3\n", "local_steps = 7: above this node's maximum 3"),
+        ({"noise_multiplier": 0.1}, "", "noise_multiplier: its effective value 0.1 is below this node's minimum 0.3"),
+    ],
+)
+def test_the_policy_and_the_time_are_told_before_anything_is_charged(holder, tiny_bert, values, policy, objection):
+    own = holder(policy=policy, reply_seconds=7.0)
+    run_config, specs = asked(tiny_bert, **values)
+    response = affordable(own, PLAN, specs, run_config)
+    assert not response.code, response.reason
+    assert response.fields["objection"] == objection
+    assert response.fields["reply_seconds"] == (0.0 if objection else 7.0)
+    assert releases_in(own) == 0
+
+
+@pytest.mark.parametrize(
+    "specs", ["none", "[[1, 2, 3]]", json.dumps([[1]] * 65), json.dumps([["", "", {"rounds": 1}]])]
+)
+def test_specifications_that_are_none_are_refused_by_name(holder, specs):
+    fields = {**kinds.pack_plan(PLAN), "specs": specs}
+    response = answer(Request.of(kind=AFFORD, run_config={}, fields=fields), holder())
+    assert (response.code, response.reason.startswith("refused: specs: ")) == (REFUSED, True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Replies leave at public times: what these allow for, and that nothing leaves before."""
 
-import logging
 import math
 import os
 import subprocess
@@ -25,7 +24,7 @@ from fedpriv.learning.training import workbench
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.privacy.ledger.ledger import Ledger
-from tests.adversary.nodes import make_node, run_config, training, write_rows
+from tests.adversary.nodes import make_node, num_charges, run_config, training, write_rows
 from tests.holder.vault.running import ROOT
 from tests.tiny import LABELS, WORDS
 
@@ -224,11 +223,12 @@ def test_a_larger_table_has_more_time(node, start):
     assert work(own, everyone(start, 3))[0] > 2 * ordinary
 
 
-def test_the_operator_is_told_of_replies_that_come_after_the_round(node, start, caplog):
-    with caplog.at_level(logging.WARNING):
-        work(node(reply_seconds=5.0), everyone(start, round_seconds=2.0))
-    assert "later than its round_seconds = 2" in caplog.text
-    assert "reply_seconds in vault.toml" in caplog.text
+def test_a_reply_that_would_come_after_the_round_is_refused_before_it_is_charged(node, start):
+    own = node(reply_seconds=5.0)
+    reason = answer(everyone(start, round_seconds=2.0), Holder.of(own.settings)).reason
+    assert "round_seconds = 2: this node's reply would leave after 5 s, when the round is over" in reason
+    assert "reply_seconds in vault.toml" in reason
+    assert num_charges(own) == 0
 
 
 @pytest.fixture

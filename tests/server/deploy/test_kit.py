@@ -328,17 +328,31 @@ def test_run_approves_its_checkout_and_names_what_is_not_committed(coordinator, 
     assert not coordinator.approved.exists()
 
 
+EARLY = "run 7 ended early: all clients have retired"
+ABOVE = "run 7: epsilon 2.77 is above target_epsilon = 2 on the local view"
+SPENT = {
+    "stopped_early": None,
+    "target_epsilon": 2.0,
+    "privacy_view": "local",
+    "epsilon_local_max": 2.77,
+    "rounds_charged_again": [3, 4],
+}
+
+
 @pytest.mark.parametrize(
-    ("status", "summary", "completed"),
+    ("status", "summary", "code", "more"),
     [
-        ("finished:completed", {"stopped_early": None}, True),
-        ("finished:completed", {"stopped_early": "all clients have retired"}, False),
-        ("finished:failed", {"stopped_early": None}, False),
-        ("finished:failed", None, False),
+        ("finished:completed", {"stopped_early": None}, 0, []),
+        ("finished:completed", SPENT | {"epsilon_local_max": 2.0}, 0, []),
+        ("finished:completed", SPENT, 3, [f"{ABOVE}: rounds 3, 4 were charged again"]),
+        ("finished:completed", SPENT | {"epsilon_this_run_max": 1.9}, 0, []),
+        ("finished:completed", {"stopped_early": "all clients have retired"}, 1, [EARLY]),
+        ("finished:failed", {"stopped_early": None}, 1, []),
+        ("finished:failed", None, 1, []),
     ],
 )
-def test_a_run_completed_only_if_it_had_all_of_its_rounds(
-    coordinator, tmp_path, monkeypatch, status, summary, completed
+def test_a_run_completed_only_if_it_had_all_of_its_rounds_at_no_more_than_its_target(
+    coordinator, tmp_path, monkeypatch, status, summary, code, more
 ):
     said, folder = [], tmp_path / "run"
     folder.mkdir()
@@ -347,9 +361,23 @@ def test_a_run_completed_only_if_it_had_all_of_its_rounds(
     monkeypatch.setattr(runs, "_submit", lambda *_: "7")
     monkeypatch.setattr(runs, "_follow", lambda *_: None)
     monkeypatch.setattr(runs, "_end", lambda *_: (status, ""))
-    assert runs.run(coordinator, [f"out={folder}"], said.append) == completed
-    early = ["run 7 ended early: all clients have retired"] if summary and summary["stopped_early"] else []
-    assert said == [f"run 7 writes {folder}", f"run 7: {status}", *early]
+    assert runs.run(coordinator, [f"out={folder}"], said.append) == code
+    assert said == [f"run 7 writes {folder}", f"run 7: {status}", *more]
+
+
+def test_a_log_stream_that_is_lost_is_said_and_taken_up_where_it_was(coordinator, monkeypatch, tmp_path):
+    """The stream ends twice before the run does, and has grown meanwhile."""
+    program = tmp_path / "flwr"
+    program.write_text("#!/bin/sh\necho . >> n\nfor line in $(seq $(wc -l < n)); do echo line $line; done\n")
+    program.chmod(0o755)
+    states = iter(["running", "finished:completed"])
+    monkeypatch.setattr(runs, "program_folder", lambda: tmp_path)
+    monkeypatch.setattr(runs, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(folder, "flwr", lambda *_, **__: {"runs": [{"status": next(states)}]})
+    said = []
+    runs._follow(coordinator, "7", said.append)
+    lost = f"the log's stream was lost after 1 lines; the run may go on, see {coordinator.log}; once more"
+    assert said == ["line 1", lost, "line 2"]
 
 
 @pytest.mark.parametrize("command", ["start", "run", "renew", "doctor"])
