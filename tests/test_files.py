@@ -50,7 +50,7 @@ def test_other_text_is_refused_until_it_is_saved_as_utf_8(tmp_path, encoding):
 
 # What fedpriv wrote, what came with it or its packages, and what the system tells: no person saves these.
 READ_OTHERWISE = {
-    *("clients/deploy/doctor.py", "fedpriv/exports.py", "fedpriv/files.py"),
+    *("clients/deploy/doctor.py", "fedpriv/cli/main.py", "fedpriv/exports.py", "fedpriv/files.py"),
     *("fedpriv/holder/vault/history.py", "fedpriv/learning/adapters/_base_models.py"),
     *("fedpriv/learning/adapters/lora.py", "fedpriv/learning/data/hospital.py", "fedpriv/models/dedup/planning.py"),
     *(
