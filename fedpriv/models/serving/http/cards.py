@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -43,10 +44,8 @@ if TYPE_CHECKING:
 
 _RUN_KEYS = (
     *("run_id", "noise_source", "ledger_head", "unit", "privacy_view", "aggregate_objections"),
-    *("epsilon_local_max", "epsilon_aggregate_max", "delta_max"),
+    *("epsilon_local_max", "epsilon_aggregate_max", "delta_max", "mu", "mu_regret", "advantage", "tpr_at_fpr"),
 )
-
-_RISK = ("mu", "mu_regret", "advantage", "tpr_at_fpr")
 
 PUBLIC_BASE: Mapping[str, Any] = {
     "is_base": True,
@@ -94,12 +93,13 @@ class Cards:
         """
         described, stored = self._described(name), self._stored.get(name)
         accuracy = stored.accuracy if stored and stored.accuracy is not None else described and described.utility
-        ancestors = _ancestors(self._histories(self._consulted([name])))
+        consulted = self._consulted([name])
+        ancestors = _ancestors([each.history for each in map(self._described, consulted) if each])
         return {
             **self.together([name]),
             "accuracy": accuracy,
             "perplexity": _written(stored.perplexity) if stored else None,
-            "ancestors": {**ancestors, "bases": self._consulted([name])[1:]},
+            "ancestors": {**ancestors, "bases": consulted[1:]},
             "run": {key: _written(value) for key, value in self._run.items()},
         }
 
@@ -175,14 +175,6 @@ class Cards:
             waiting += further
         return list(found)
 
-    @property
-    def _store(self) -> Path:
-        """The folder of the store: the source, or within the run that it is."""
-        return self._source if is_store(self._source) else self._source / files.STORE
-
-    def _histories(self, names: Iterable[str]) -> list[History]:
-        return [each.history for each in map(self._described, names) if each]
-
     def _read_described(self, name: str) -> Described | None:
         """The description next to the variant, or in the run that the store belongs to; None if it says nothing."""
         for folder in (self._source / files.VARIANTS, self._source, self._source.absolute().parent / files.VARIANTS):
@@ -196,10 +188,12 @@ class Cards:
     @cached_property
     def _stored(self) -> dict[str, _Stored | None]:
         """{name: what the store says}; None where its manifest cannot be read: nobody knows whose blocks it holds."""
-        if not is_store(self._store):
+        # The source, or within the run that it is.
+        folder = self._source if is_store(self._source) else self._source / files.STORE
+        if not is_store(folder):
             return {}
         found: dict[str, _Stored | None] = {}
-        with Store(self._store, read_only=True) as store:
+        with Store(folder, read_only=True) as store:
             for name in store.names:
                 try:
                     found[name] = _stored(store.manifest(name))
@@ -213,8 +207,7 @@ class Cards:
         for folder in (self._source, self._source.absolute().parent):
             if (folder / files.SUMMARY).is_file():
                 summary = files.read_values(folder / files.SUMMARY)
-                keys = (*_RUN_KEYS, *_RISK)
-                return {key: summary[key] for key in keys if key in summary}
+                return {key: summary[key] for key in _RUN_KEYS if key in summary}
         return {}
 
 
@@ -274,12 +267,9 @@ def _ancestors(histories: list[History]) -> dict[str, Any]:
     if not known or any(each is None for each in known):
         return {"num_uploads": None, "uploads_of_data_sets": None, "runs": None}
     uploads = frozenset().union(*(each or () for each in known))
-    counts: dict[str, int] = {}
-    for upload in uploads:
-        counts[upload.data_set] = counts.get(upload.data_set, 0) + 1
     return {
         "num_uploads": len(uploads),
-        "uploads_of_data_sets": dict(sorted(counts.items())),
+        "uploads_of_data_sets": dict(sorted(Counter(upload.data_set for upload in uploads).items())),
         "runs": sorted({upload.run for upload in uploads}),
     }
 
