@@ -144,16 +144,13 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         """At this moment."""
-        paged, passes = self._memory.statistics, self._counter
+        passes = self._counter
         return Statistics(
             num_waiting=self._waiting.num_new,
             num_passes=passes.num_passes,
             num_rows=passes.num_rows,
             num_variants_of_passes=passes.num_variants,
-            hits=paged.hits,
-            misses=paged.misses,
-            bytes_in_memory=paged.bytes_in_memory,
-            bytes_read=paged.bytes_read,
+            **vars(self._memory.statistics),
         )
 
     def close(self) -> None:
