@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
@@ -289,17 +290,15 @@ class SweepTeller:
     ) -> None:
         self._tracker, self._name, self._folder = tracker, name, folder
         self._title, self._keys, self._names, self._stored_in = title, keys, names, stored_in
-        self._run: TrackedRun | None = None
-        self._is_open = False
 
     def __call__(self, ending: Ending | None) -> None:
         """Tell what is new of every run, as `RunTeller` does of one; one that fails does not stop the others."""
-        self._open()
+        run = self._run
         errors = [error for key in self._names if (error := self._tell_run(key, ending))]
-        if ending and self._run is not None:
-            self._run.log_final(_sweep_figures(self._folder / files.SWEEP_TABLE), {}, 0)
-            _send(self._run, lambda into: stage_sweep(self._folder, into))
-            self._run.end(ending)
+        if ending and run is not None:
+            run.log_final(_sweep_figures(self._folder / files.SWEEP_TABLE), {}, 0)
+            _send(run, lambda into: stage_sweep(self._folder, into))
+            run.end(ending)
         if errors:
             raise errors[0]
 
@@ -324,14 +323,14 @@ class SweepTeller:
             return error
         return None
 
-    def _open(self) -> None:
-        if self._is_open:
-            return
+    @cached_property
+    def _run(self) -> TrackedRun | None:
+        """The sweep's own run, which the first look opens."""
         position = read_position(self._folder, self._name)
-        self._run = self._tracker.open_sweep(self._title, self._folder, self._keys, position.run or None)
-        if self._run is not None:
-            files.write_json(self._folder / files.TRACKER, asdict(replace(position, run=self._run.id)))
-        self._is_open = True
+        run = self._tracker.open_sweep(self._title, self._folder, self._keys, position.run or None)
+        if run is not None:
+            files.write_json(self._folder / files.TRACKER, asdict(replace(position, run=run.id)))
+        return run
 
 
 def _last_round(look: RunFolder, *, complete: bool) -> int:
