@@ -49,11 +49,10 @@ def check_name(name: str) -> None:
     """Refuse, with an InputError, a name that no repository of the Hub can have: it must be OWNER/NAME."""
     try:
         validate_repo_id(name)
+        is_valid = name.count("/") == 1
     except HFValidationError:
-        name_is_valid = False
-    else:
-        name_is_valid = name.count("/") == 1
-    if not name_is_valid:
+        is_valid = False
+    if not is_valid:
         raise InputError(f"NAME = {name!r}: must be OWNER/NAME, as on the Hub")
 
 

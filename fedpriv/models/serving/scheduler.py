@@ -80,8 +80,7 @@ class Scheduler:
         encode, encode_chat: the tokens of a text, and of a chat up to its answer; see `Tokenizing`.
     """
 
-    def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
-        limits = limits or EngineLimits()
+    def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits) -> None:
         like = source.like
         names = like.reading.encoder.names(loaded.tokenizer, pairs=False, max_length=like.reading.max_length)
         base = SharedBase(loaded.model, has_types="token_type_ids" in names)

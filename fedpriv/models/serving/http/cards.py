@@ -115,16 +115,17 @@ class Cards:
         # Neither what private validation released nor what a damaged manifest names is known from uploads.
         told = [self._stored[name] for name in consulted if name in self._stored]
         hidden = any(stored is None or stored.is_private for stored in told)
+        is_known = len(described) == len(consulted) and not hidden
         units = {event.unit for each in described for event in _events(each.history)}
         note, method, guarantee, risk = "", "basic", by_store, None
-        if len(described) == len(consulted) and not hidden and len(units) <= 1:
+        if is_known and len(units) <= 1:
             cost, risk = publication_cost(*_united(described)), _risk(described)
             known = cost.guarantee
             if by_store is None or known.epsilon <= by_store.epsilon:
                 guarantee = known
                 method = "accountant" if cost.refused else "provenance"
         view = "local"
-        if guarantee and self._is_of_sums(described, num=len(consulted), hidden=hidden):
+        if guarantee and is_known and self._is_of_sums(described):
             summed = Guarantee(epsilon=self._run["epsilon_aggregate_max"], delta=self._run["delta_max"])
             if summed.epsilon < guarantee.epsilon:  # of an early round the local figure may be less, and it says more
                 guarantee, method, view = summed, "run", "aggregate"
@@ -155,12 +156,12 @@ class Cards:
             "note": note,
         }
 
-    def _is_of_sums(self, described: list[Described], *, num: int, hidden: bool) -> bool:
+    def _is_of_sums(self, described: list[Described]) -> bool:
         """Whether all that went into these variants is what sums of the run showed, so that its summary covers them."""
         run = self._run
         holds = run.get("privacy_view") == "aggregate" and run.get("aggregate_objections") == []
         known = [each.history.ancestors for each in described]
-        if not holds or hidden or len(described) < num or run.get("epsilon_aggregate_max") is None:
+        if not holds or run.get("epsilon_aggregate_max") is None:
             return False
         return all(uploads is not None and {each.run for each in uploads} <= {run.get("run_id")} for uploads in known)
 
