@@ -94,11 +94,11 @@ def _refuse_more_than_factors(name: str, layer: Any) -> None:
         raise InputError(
             f"target_modules = {name}: llama.cpp may share this weight between input and output; give --only model"
         )
-    if layer.use_dora.get("default") or layer.lora_bias.get("default"):
-        what = "use_dora" if layer.use_dora.get("default") else "lora_bias"
-        raise InputError(
-            f"{what} = True: {name} has more than A and B, which are all of a LoRA file; give --only model"
-        )
+    for what, is_used in (("use_dora", layer.use_dora), ("lora_bias", layer.lora_bias)):
+        if is_used.get("default"):
+            raise InputError(
+                f"{what} = True: {name} has more than A and B, which are all of a LoRA file; give --only model"
+            )
 
 
 def model_tensors(model: Any) -> dict[str, Tensor]:

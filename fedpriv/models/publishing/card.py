@@ -27,6 +27,7 @@ from fedpriv.privacy.accounting.views import readers_label
 from fedpriv.privacy.ledger.statement import adjacency_of, not_covered
 from fedpriv.runs import RunFolder
 from fedpriv.runs.figures import figures, format_delta, risk_figures, risk_sentences
+from fedpriv.texts import printable
 
 FILE = "README.md"
 
@@ -421,10 +422,8 @@ def _for_vllm(saved: SavedVariant) -> list[str]:
     ranks = [rank for rank in _RANKS_OF_VLLM if rank >= int(saved.settings.get("r") or _RANKS_OF_VLLM[-1] + 1)]
     if not ranks:
         return ["vLLM takes no adapter of this kind or rank; serve what `fedpriv export . OUT` writes."]
-    words = {"BASE": shlex.quote(_one_line(saved.base)), "RANK": str(ranks[0]), "NAME": shlex.quote(saved.name)}
-    code = _VLLM
-    for word, value in words.items():
-        code = code.replace(word, value)
+    code = _VLLM.replace("BASE", shlex.quote(_one_line(saved.base))).replace("RANK", str(ranks[0]))
+    code = code.replace("NAME", shlex.quote(saved.name))
     return ["With vLLM, as one of the adapters of its base:", "", *_code(code, "sh")]
 
 
@@ -483,9 +482,8 @@ def _code(text: str, language: str = "python") -> list[str]:
 
 def _one_line(text: str) -> str:
     """The text on one line, without characters that steer a reader's screen, cut to 200 characters."""
-    line = " ".join(text.split())
-    printable = "".join(char if char.isprintable() else "\ufffd" for char in line)
-    return printable if len(printable) <= _MOST else printable[: _MOST - 1] + "…"
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= _MOST else line[: _MOST - 1] + "…"
 
 
 def markdown(text: str) -> str:

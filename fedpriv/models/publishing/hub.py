@@ -32,6 +32,9 @@ from fedpriv.privacy.ledger.entries import LedgerConnection
 from fedpriv.runs import ClientRow, files, read_rows
 from fedpriv.texts import holder_label
 
+_Registered = Mapping[str, Mapping[str, Any]]
+"""{client: what the run registered of it}."""
+
 _KEPT = ("version", "base_model", "base_weights", "pooling", "labels", "reading")
 
 # What the coordinator writes: models of everybody's uploads, one of a few holders' (which ones is not kept), their own.
@@ -46,11 +49,10 @@ def check_name(name: str) -> None:
     """Refuse, with an InputError, a name that no repository of the Hub can have: it must be OWNER/NAME."""
     try:
         validate_repo_id(name)
+        is_valid = name.count("/") == 1
     except HFValidationError:
-        name_is_valid = False
-    else:
-        name_is_valid = name.count("/") == 1
-    if not name_is_valid:
+        is_valid = False
+    if not is_valid:
         raise InputError(f"NAME = {name!r}: must be OWNER/NAME, as on the Hub")
 
 
@@ -146,9 +148,7 @@ def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_d
         )
     described = [_described(saved, name) for name in saved.sources]
     registered = files.read_values(run / files.REGISTRATIONS)
-    data_sets = {client: fields["data_set"] for client, fields in registered.items()}
-    names = {client: holder_label(client, str(fields.get("name", ""))) for client, fields in registered.items()}
-    asked = {name: _whose(name, list(data_sets)) for name in saved.sources}
+    asked = {name: _whose(name, list(registered)) for name in saved.sources}
     if public_data:
         if not config.data_are_public:
             raise InputError("--public-data: the run's configuration does not say so (public_data = false)")
@@ -157,15 +157,15 @@ def why_publishable(saved: SavedVariant, *, ledger: Path | None = None, public_d
     if reason := why_not_private(saved, summary):
         hint = "; its records are public, so --public-data allows it" if config.data_are_public else ""
         raise InputError(f"variant = {saved.name!r}: the run is not private: {reason}{hint}")
-    _check_budgets(saved, summary, names)
+    _check_budgets(saved, summary, registered)
     clients = sorted({client for name, of in asked.items() for client in of or _only_uploader(name, run)})
     path = ledger or _charged_in(run, config)
     with reader.reading(path) as db:
         reader.verify_with_head(db, path)
-        _check_ledger(db, path, summary, data_sets, names)
+        _check_ledger(db, path, summary, registered)
         for each in described:
             _check_history(db, path, each, str(summary.get("run_id")))
-        permissions = [_permission(db, path, summary, client, data_sets, names) for client in clients]
+        permissions = [_permission(db, path, summary, client, registered) for client in clients]
     return "; ".join(permissions) or "made of releases that the ledger has paid for, within every budget"
 
 
@@ -223,55 +223,44 @@ def _check_history(db: LedgerConnection, path: Path, described: Described, run: 
             raise InputError(f"variant = {described.name!r}: is made of uploads that {path} has not charged")
 
 
-def _check_budgets(saved: SavedVariant, summary: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def _check_budgets(saved: SavedVariant, summary: Mapping[str, Any], registered: _Registered) -> None:
     assert saved.config is not None
     view = saved.config.privacy_view
     for client in summary["clients"]:
         budget, spent = saved.config.budget_of(client["client"]), client[f"epsilon_{view}"]
         if budget is not None and (spent is None or spent > budget * (1 + 1e-9)):
             raise InputError(
-                f"variant = {saved.name!r}: {_named(str(client['client']), names)} has spent epsilon {spent} on the "
-                f"{view} view, more than its budget {budget:g}"
+                f"variant = {saved.name!r}: {_named(str(client['client']), registered)} has spent epsilon {spent} on "
+                f"the {view} view, more than its budget {budget:g}"
             )
 
 
-def _named(client: str, names: Mapping[str, str]) -> str:
+def _named(client: str, registered: _Registered) -> str:
     """The client by the name that it chose, with its number; by the number alone if the run does not know it."""
-    return names.get(client, holder_label(client, None))
+    return holder_label(client, str(registered.get(client, {}).get("name", "")))
 
 
-def _check_ledger(
-    db: LedgerConnection,
-    path: Path,
-    summary: Mapping[str, Any],
-    data_sets: Mapping[str, str],
-    names: Mapping[str, str],
-) -> None:
+def _check_ledger(db: LedgerConnection, path: Path, summary: Mapping[str, Any], registered: _Registered) -> None:
     """Refuse a ledger of another run, and noise of which the ledger says that it was seeded."""
     if db.number_of(str(summary.get("ledger_head"))) is None:
         raise LedgerError(
             f"{path}: has no entry {summary.get('ledger_head')}, with which the run ended; give its --ledger"
         )
-    for client, data_set in data_sets.items():
-        own = [known for known in db.runs(data_set) if known.run == summary.get("run_id")]
+    for client, fields in registered.items():
+        own = [known for known in db.runs(fields["data_set"]) if known.run == summary.get("run_id")]
         if own and own[0].noise_source != "secure":
             raise InputError(
-                f"{_named(client, names)}: by {path} its noise was {own[0].noise_source}, which protects nobody"
+                f"{_named(client, registered)}: by {path} its noise was {own[0].noise_source}, which protects nobody"
             )
 
 
 def _permission(
-    db: LedgerConnection,
-    path: Path,
-    summary: Mapping[str, Any],
-    client: str,
-    data_sets: Mapping[str, str],
-    names: Mapping[str, str],
+    db: LedgerConnection, path: Path, summary: Mapping[str, Any], client: str, registered: _Registered
 ) -> str:
-    found = db.permission(data_sets.get(client, ""), str(summary.get("run_id")))
+    found = db.permission(registered.get(client, {}).get("data_set", ""), str(summary.get("run_id")))
     if found is None:
         raise InputError(
-            f"variant: shows what {_named(client, names)} uploaded, and {path} has no permission of that holder; once "
-            f"you have it: fedpriv ledger permit {path} --client {client} --reason '...'"
+            f"variant: shows what {_named(client, registered)} uploaded, and {path} has no permission of that holder; "
+            f"once you have it: fedpriv ledger permit {path} --client {client} --reason '...'"
         )
-    return f"{_named(client, names)}: permitted by entry {found.number} of the ledger: {found.note}"
+    return f"{_named(client, registered)}: permitted by entry {found.number} of the ledger: {found.note}"

@@ -22,7 +22,7 @@ from fedpriv.errors import InputError, first_line
 from fedpriv.learning.adapters import check_weights, load_base, lora, public_name
 from fedpriv.learning.adapters.pooling import normalizes
 from fedpriv.learning.data import TextData, records
-from fedpriv.learning.data.chat import RESPONSE_MASK
+from fedpriv.learning.data.chat import RESPONSE_MASK, ChatFormat
 from fedpriv.learning.data.records import TextReading, collate, num_tokens, tokenize, usable
 from fedpriv.learning.training import Tokens, batches, ends_of_turn, greedy_answers
 from fedpriv.learning.training.evaluation import text_of
@@ -39,7 +39,7 @@ _Task = Literal["SEQ_CLS", "CAUSAL_LM"]
 _ROWS = 8
 
 # Prompts are not cut: one that is too long is refused.
-_NO_LIMIT = 1 << 20
+_NO_LIMIT = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def of(reader: VariantFolders | Store, name: str, run: RunFolder, *, model: str 
 def _in_folder(folder: Path, run: RunFolder, model: str) -> SavedVariant:
     settings, convention = files.read_values(folder / ADAPTER_CONFIG), lora.read_convention(folder)
     own = folder.resolve()
-    return _saved(own.name, folder, VariantFolders(own.parent), run, model, (settings, convention), folder)
+    return _saved(VariantFolders(own.parent), own.name, folder, run, model, settings, convention)
 
 
 def _in_store(store: Store, name: str, run: RunFolder, model: str) -> SavedVariant:
@@ -187,21 +187,21 @@ def _in_store(store: Store, name: str, run: RunFolder, model: str) -> SavedVaria
             f"variant = {name!r}: {store.path} does not say how it is used, so it is no adapter; `fedpriv dedup "
             f"restore` gives its tensors"
         )
-    where = store.path / name
-    convention = lora.checked_convention(described.files[lora.CONVENTION_FILE], where / lora.CONVENTION_FILE)
-    return _saved(name, None, store, run, model, (dict(described.files[ADAPTER_CONFIG]), convention), where)
+    where = store.path / name / lora.CONVENTION_FILE
+    convention = lora.checked_convention(described.files[lora.CONVENTION_FILE], where)
+    return _saved(store, name, None, run, model, dict(described.files[ADAPTER_CONFIG]), convention)
 
 
 def _saved(
+    kept: VariantFolders | Store,
     name: str,
     folder: Path | None,
-    kept: KeptVariants,
     run: RunFolder,
     model: str,
-    use: tuple[dict[str, Any], dict[str, Any]],
-    where: Path,
+    settings: dict[str, Any],
+    convention: dict[str, Any],
 ) -> SavedVariant:
-    settings, convention = use
+    where = folder or kept.path / name
     config = run.settings if (run.path / files.CONFIG).is_file() else None
     return SavedVariant(
         name=name,
@@ -339,9 +339,19 @@ def generate(loaded: LoadedVariant, prompts: Sequence[str], *, max_new_tokens: i
 
 def ends_of(loaded: LoadedVariant) -> frozenset[int]:
     """The tokens that end a causal model's answer."""
-    reading = loaded.saved.reading
-    turns = [(reading.chat.end(loaded.tokenizer),)] if reading.instructs else []
-    return ends_of_turn(loaded, loaded.tokenizer, turns)
+    return ends_in(loaded.saved.reading, loaded, loaded.tokenizer)
+
+
+def ends_in(reading: TextReading, model: Any, tokenizer: Any) -> frozenset[int]:
+    """The same of a causal model that is loaded otherwise."""
+    turns = [(reading.chat.end(tokenizer),)] if reading.instructs else []
+    return ends_of_turn(model, tokenizer, turns)
+
+
+def chat_prompt(chat: ChatFormat, tokenizer: Any, text: str) -> Tokens | None:
+    """The tokens that precede the response of a chat, as in training; None where they cannot be read."""
+    (row,) = chat.encode(tokenizer, [text], ["x"], _NO_LIMIT)
+    return None if row is None else tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])
 
 
 def prompt_tokens(loaded: LoadedVariant, prompt: str, number: int) -> Tokens:
@@ -355,8 +365,7 @@ def prompt_tokens(loaded: LoadedVariant, prompt: str, number: int) -> Tokens:
     """
     reading, tokenizer = loaded.saved.reading, loaded.tokenizer
     if reading.instructs:
-        (row,) = reading.chat.encode(tokenizer, [prompt], ["x"], _NO_LIMIT)
-        tokens = () if row is None else tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])
+        tokens = chat_prompt(reading.chat, tokenizer, prompt) or ()
     else:
         (row,) = records.encode(tokenizer, [prompt], None, _NO_LIMIT)
         tokens = () if row is None else tuple(row["input_ids"])

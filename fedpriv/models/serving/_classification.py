@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from fedpriv.models.serving._engine import Weights
-from fedpriv.models.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
+from fedpriv.models.serving._jobs import PassCounter, ServingJob, checked, failure, tell
 from fedpriv.models.serving.requests import Classified, Embed, Embedded, Failed, ServingError, Tokens
 
 # Texts of a request that get a place at a time, and places for each row of a pass, among which it is chosen.
@@ -161,15 +161,7 @@ class Classification:
             if len(rows) > 1:
                 return [output for row in rows for output in self._outputs([row])]
             return [failure(rows[0].of.job.variant, error)]
-        return [_checked(row.of.job.variant, own) for row, own in zip(rows, outputs, strict=True)]
-
-
-def _checked(variant: str, output: Tensor) -> Tensor | ServingError:
-    try:
-        check_finite(variant, output)
-    except ServingError as error:
-        return error
-    return output
+        return [checked(row.of.job.variant, own) for row, own in zip(rows, outputs, strict=True)]
 
 
 def together(

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fedpriv.models.serving._engine import Weights
-from fedpriv.models.serving._jobs import PassCounter, ServingJob, check_finite, failure, tell
+from fedpriv.models.serving._jobs import PassCounter, ServingJob, checked, failure, tell
 from fedpriv.models.serving._texts import Text, TokenTexts, generator_of, next_token, penalized, scored
 from fedpriv.models.serving.requests import Failed, Finished, Generate, Piece, ScoredToken, ServingError
 
@@ -173,7 +173,6 @@ class Generation:
             try:
                 if isinstance(logits, ServingError):
                     raise logits
-                check_finite(answer.job.variant, logits)
                 self._extend(answer, self._chosen(answer, logits))
             except Exception as error:
                 tell(answer.job, Failed(error=failure(answer.job.variant, error)))
@@ -195,7 +194,10 @@ class Generation:
             # Which of them it was shows alone.
             alone = [states and KeyValues.of_rows([(states, row)]) for row in range(len(answers))]
             return [found for answer, own in zip(answers, alone, strict=True) for found in self._read([answer], own)]
-        return [(own, (held, row)) for row, own in enumerate(logits)]
+        return [
+            (checked(answer.job.variant, own), (held, row))
+            for row, (answer, own) in enumerate(zip(answers, logits, strict=True))
+        ]
 
     def _pass(self, answers: Sequence[_Answer], states: KeyValues, num_new: int) -> Tensor:
         """The base reads the last tokens of answers; float32 [answers, vocabulary] of what follows."""

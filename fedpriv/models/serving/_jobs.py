@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ class ServingJob:
     texts: tuple[Tokens, ...]
     on_event: Callable[[Event], None]
     begun: bool = False
-    over: bool = field(default=False)
+    over: bool = False
 
     @property
     def variant(self) -> str:
@@ -239,7 +239,8 @@ def failure(variant: str, error: Exception) -> ServingError:
     return error if isinstance(error, ServingError) else ServingError(f"variant {variant!r} failed on this request")
 
 
-def check_finite(variant: str, logits: Tensor) -> None:
-    """Refuse, with a ServingError, logits of which one is no number, or infinite."""
-    if not logits.amax().isfinite():
-        raise ServingError(f"variant {variant!r} gives no finite answer to this request")
+def checked(variant: str, output: Tensor) -> Tensor | ServingError:
+    """Logits or a vector; the error to be told instead where one of the numbers is none, or infinite."""
+    if output.amax().isfinite():
+        return output
+    return ServingError(f"variant {variant!r} gives no finite answer to this request")

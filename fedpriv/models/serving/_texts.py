@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fedpriv.learning.data import ROLES, records
-from fedpriv.learning.data.chat import RESPONSE_MASK, ChatFormat
+from fedpriv.learning.data.chat import ChatFormat
+from fedpriv.models.publishing.saved import chat_prompt
 from fedpriv.models.serving.requests import Generate, ScoredToken, ServingError, Tokens, TooLongError
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,6 @@ _CHARACTERS_PER_TOKEN = 16
 
 # Words at the end of a text that its continuation may change: tokenizers look a word ahead, and at white space two.
 _UNSETTLED = 3
-
-# Tokens: of a chat that is not cut here.
-_NO_LIMIT = 2**30
 
 # What a tokenizer writes for bytes that are no whole character, and the most tokens that may make one.
 _INCOMPLETE = "\ufffd"
@@ -130,10 +128,10 @@ def _least(tokenizer: Any, beginning: str) -> int:
 
 def _prompt(chat: ChatFormat, tokenizer: Any, text: str) -> Tokens:
     """The tokens that precede the response of a chat, as in training."""
-    (row,) = chat.encode(tokenizer, [text], ["x"], _NO_LIMIT)
-    if row is None:
+    tokens = chat_prompt(chat, tokenizer, text)
+    if tokens is None:
         raise ServingError("messages: the model's chat template does not take these roles or texts")
-    return tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])
+    return tokens
 
 
 class Text:

@@ -80,8 +80,7 @@ class Scheduler:
         encode, encode_chat: the tokens of a text, and of a chat up to its answer; see `Tokenizing`.
     """
 
-    def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits | None = None) -> None:
-        limits = limits or EngineLimits()
+    def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits) -> None:
         like = source.like
         names = like.reading.encoder.names(loaded.tokenizer, pairs=False, max_length=like.reading.max_length)
         base = SharedBase(loaded.model, has_types="token_type_ids" in names)
@@ -144,16 +143,13 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         """At this moment."""
-        paged, passes = self._memory.statistics, self._counter
+        passes = self._counter
         return Statistics(
             num_waiting=self._waiting.num_new,
             num_passes=passes.num_passes,
             num_rows=passes.num_rows,
             num_variants_of_passes=passes.num_variants,
-            hits=paged.hits,
-            misses=paged.misses,
-            bytes_in_memory=paged.bytes_in_memory,
-            bytes_read=paged.bytes_read,
+            **vars(self._memory.statistics),
         )
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from fedpriv.config import RunConfig
 from fedpriv.errors import InputError, StoreError
 from fedpriv.learning.adapters import as_tensor, lora
 from fedpriv.learning.adapters.pooling import normalizes
-from fedpriv.learning.training import ends_of_turn
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.workbench import load_frozen, ready
 from fedpriv.models.publishing import saved
@@ -140,10 +139,7 @@ def load(source: Source) -> LoadedBase:
         base = load_frozen(source.config, like.model, task=like.task, labels=like.labels, normalize=normalize)
         peft_model = lora.shaped(base, like.settings)
     model = ready(source.config, peft_model)
-    ends: frozenset[int] = frozenset()
-    if like.task == "CAUSAL_LM":
-        chat = [(like.reading.chat.end(base.tokenizer),)] if like.reading.instructs else []
-        ends = ends_of_turn(model, base.tokenizer, chat)
+    ends = saved.ends_in(like.reading, model, base.tokenizer) if like.task == "CAUSAL_LM" else frozenset[int]()
     return LoadedBase(model=model, tokenizer=base.tokenizer, ends=ends)
 
 

@@ -99,7 +99,7 @@ class TrackedRun(Protocol):
         """Log the configuration; repeating it does no harm."""
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
-        """Log values by round."""
+        """Log values, in the order of rounds."""
 
     def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
         """Log the final figures, after the last round."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +18,6 @@ from fedpriv.config import Track
 from fedpriv.errors import InputError
 from fedpriv.runs.show._tracker import EXPERIMENT, Ending, MetricPoint, Parameter, Place, Tracker
 
-# What MLflow takes in one request.
-_METRICS_AT_ONCE, _PARAMETERS_AT_ONCE = 1000, 100
 _MLFLOW_STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "failed": "FAILED"}
 
 # A server that does not answer is asked again later; MLflow's own patience would be 14 minutes.
@@ -54,23 +56,18 @@ _WANDB_SETTINGS: Mapping[str, Any] = {
 _WANDB_SECONDS = 30.0
 
 
+@dataclass(frozen=True)
 class MlflowRun:
-    """A run on the server or in the file that MLFLOW_TRACKING_URI names."""
+    """A run, by MLflow's id, on the server or in the file that MLFLOW_TRACKING_URI names."""
 
-    def __init__(self, client: Any, run_id: str) -> None:
-        self._client, self._id = client, run_id
-
-    @property
-    def id(self) -> str:
-        """MLflow's run id."""
-        return self._id
+    client: Any
+    id: str
 
     def log_parameters(self, values: Mapping[str, Parameter]) -> None:
         """Log parameters; empty for a sweep."""
         from mlflow.entities import Param
 
-        for part in _parts([Param(key, str(value)) for key, value in values.items()], _PARAMETERS_AT_ONCE):
-            self._client.log_batch(self._id, params=part)
+        self.client.log_batch(self.id, params=[Param(key, str(value)) for key, value in values.items()])
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
         """Log metrics with the round as step."""
@@ -78,15 +75,14 @@ class MlflowRun:
 
         now = int(1000 * time.time())
         metrics = [Metric(point.metric, point.value, now, point.round) for point in points]
-        for part in _parts(metrics, _METRICS_AT_ONCE):
-            self._client.log_batch(self._id, metrics=part)
+        self.client.log_batch(self.id, metrics=metrics)
 
     def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
         """Figures as metrics after the last round, words as tags."""
         from mlflow.entities import RunTag
 
         self.log_points([MetricPoint(metric=name, value=value, round=round_) for name, value in figures.items()])
-        self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in facts.items()])
+        self.client.log_batch(self.id, tags=[RunTag(key, value) for key, value in facts.items()])
 
     def log_files(self, folder: Path) -> None:
         """Send artifacts.
@@ -94,18 +90,18 @@ class MlflowRun:
         Raises:
             InputError: a server elsewhere names a folder of this machine; it could have any file here overwritten.
         """
-        uri = self._client.get_run(self._id).info.artifact_uri
-        is_remote = urlsplit(self._client.tracking_uri).scheme in ("http", "https")
+        uri = self.client.get_run(self.id).info.artifact_uri
+        is_remote = urlsplit(self.client.tracking_uri).scheme in ("http", "https")
         if is_remote and urlsplit(uri).scheme in ("", "file"):
             raise InputError(
                 f"the MLflow server keeps files at {uri!r}, which would be on this machine; start it with "
                 "--serve-artifacts"
             )
-        self._client.log_artifacts(self._id, str(folder))
+        self.client.log_artifacts(self.id, str(folder))
 
     def end(self, ending: Ending) -> None:
         """End the run with MLflow's word for it."""
-        self._client.set_terminated(self._id, _MLFLOW_STATUS[ending])
+        self.client.set_terminated(self.id, _MLFLOW_STATUS[ending])
 
 
 class Mlflow:
@@ -172,21 +168,17 @@ def _experiment(client: Any, sweep: str | None, artifacts: str | None = None) ->
         return str(client.get_experiment_by_name(name).experiment_id)
 
 
-def _parts(values: list[Any], size: int) -> Iterator[list[Any]]:
-    return (values[start : start + size] for start in range(0, len(values), size))
-
-
+@dataclass(frozen=True)
 class TensorboardRun:
-    """A folder of event files; each process writes one of its own."""
+    """A folder of event files; each process writes one of its own.
 
-    def __init__(self, folder: Path, name: str, run_id: str) -> None:
-        self._folder, self._name, self._id = folder, name, run_id
-        self._file: Path | None = None
+    Attributes:
+        id: the folder, from the run's: a run may be moved and resumed.
+    """
 
-    @property
-    def id(self) -> str:
-        """The folder, from the run's: a run may be moved and resumed."""
-        return self._id
+    folder: Path
+    name: str
+    id: str
 
     def log_parameters(self, values: Mapping[str, Parameter]) -> None:
         """Log the parameters for the page HParams, and as a table among the texts."""
@@ -195,17 +187,14 @@ class TensorboardRun:
 
         rows = [f"| {key} | {str(value).replace('|', chr(92) + '|')} |" for key, value in values.items()]
         table = "\n".join(["| key | value |", "| --- | --- |", *rows])
-        self._write([summary_v2.hparams_pb(dict(values), trial_id=self._name), text_pb("configuration", table)])
+        self._write([summary_v2.hparams_pb(dict(values), trial_id=self.name), text_pb("configuration", table)])
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
         """Write scalars, of 32 bits, with the round as step."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        by_round: dict[int, list[Any]] = {}
-        for point in points:
-            value = Summary.Value(tag=point.metric, simple_value=point.value)
-            by_round.setdefault(point.round, []).append(value)
-        for round_, values in by_round.items():
+        for round_, told in groupby(points, attrgetter("round")):
+            values = [Summary.Value(tag=point.metric, simple_value=point.value) for point in told]
             self._write([Summary(value=values)], step=round_)
 
     def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
@@ -220,22 +209,24 @@ class TensorboardRun:
 
     def end(self, ending: Ending) -> None:
         """Write how the run ended, for the page HParams."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
         status = {"finished": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}[ending]
         info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
-        said = plugin_data_pb2.HParamsPluginData(session_end_info=info)
-        self._write([_about_hparams(metadata.SESSION_END_INFO_TAG, said)])
+        # As TensorBoard's own function for it does, which needs TensorFlow.
+        about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=info))
+        value = Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=about, tensor=metadata.NULL_TENSOR)
+        self._write([Summary(value=[value])])
 
     def _write(self, summaries: Iterable[Any], step: int = 0) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        _append(self._opened(), [Event(wall_time=time.time(), step=step, summary=s) for s in summaries])
+        _append(self._file, [Event(wall_time=time.time(), step=step, summary=s) for s in summaries])
 
-    def _opened(self) -> Path:
-        if self._file is None:
-            self._file = _new_file(self._folder)
-        return self._file
+    @cached_property
+    def _file(self) -> Path:
+        return _new_file(self.folder)
 
 
 class Tensorboard:
@@ -258,29 +249,15 @@ class Tensorboard:
     def open_sweep(self, title: str, folder: Path, keys: Sequence[str], known: str | None) -> None:
         """The columns that the page HParams begins with: what varies, and the figures that runs are compared by."""
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+        from tensorboard.plugins.hparams.summary_v2 import HParam, Metric, hparams_config_pb
 
         elsewhere = os.environ.get(FOLDER)
         parent = Path(elsewhere).expanduser().absolute() / _file_name(title) if elsewhere else folder / "tensorboard"
         if parent.is_dir() and any(parent.glob("events.out.tfevents.*")):
             return
-        metrics = [
-            api_pb2.MetricInfo(name=api_pb2.MetricName(tag=name), display_name=name.removeprefix("final/"))
-            for name in _KEY_FIGURES
-        ]
-        varied = [api_pb2.HParamInfo(name=key) for key in keys]
-        experiment = api_pb2.Experiment(hparam_infos=varied, metric_infos=metrics)
-        columns = _about_hparams(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment))
+        metrics = [Metric(name, display_name=name.removeprefix("final/")) for name in _KEY_FIGURES]
+        columns = hparams_config_pb([HParam(key) for key in keys], metrics)
         _append(_new_file(parent), [Event(wall_time=time.time(), summary=columns)])
-
-
-def _about_hparams(tag: str, said: Any) -> Any:
-    """A summary that the page HParams reads; TensorBoard's own function for it needs TensorFlow."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata
-
-    about = metadata.create_summary_metadata(said)
-    return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])
 
 
 def _new_file(folder: Path) -> Path:
@@ -334,11 +311,8 @@ class WandbRun:
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
         """Log values with the round as the axis; W&B's own steps could not go back to the comparison's first round."""
-        by_round: dict[int, dict[str, float]] = {}
-        for point in points:
-            by_round.setdefault(point.round, {})[point.metric] = point.value
-        for round_, values in by_round.items():
-            self._run.log(values | {"round": round_})
+        for round_, told in groupby(points, attrgetter("round")):
+            self._run.log({point.metric: point.value for point in told} | {"round": round_})
 
     def log_final(self, figures: Mapping[str, float], facts: Mapping[str, str], round_: int) -> None:
         """Write the run's summary."""

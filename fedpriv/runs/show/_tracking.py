@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
@@ -273,65 +274,59 @@ class RunTeller:
         self._position = position
 
 
+@dataclass(frozen=True, eq=False)
 class SweepTeller:
     """Tells a tracker of each run of a sweep, by `names`, once that has ended; runs of a sweep are never resumed."""
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        name: str,
-        folder: Path,
-        *,
-        title: str,
-        keys: Sequence[str],
-        names: Mapping[str, str],
-        stored_in: ReadStored = nothing_stored,
-    ) -> None:
-        self._tracker, self._name, self._folder = tracker, name, folder
-        self._title, self._keys, self._names, self._stored_in = title, keys, names, stored_in
-        self._run: TrackedRun | None = None
-        self._is_open = False
+    tracker: Tracker
+    name: str
+    folder: Path
+    _: KW_ONLY
+    title: str
+    keys: Sequence[str]
+    names: Mapping[str, str]
+    stored_in: ReadStored = nothing_stored
 
     def __call__(self, ending: Ending | None) -> None:
         """Tell what is new of every run, as `RunTeller` does of one; one that fails does not stop the others."""
-        self._open()
-        errors = [error for key in self._names if (error := self._tell_run(key, ending))]
-        if ending and self._run is not None:
-            self._run.log_final(_sweep_figures(self._folder / files.SWEEP_TABLE), {}, 0)
-            _send(self._run, lambda into: stage_sweep(self._folder, into))
-            self._run.end(ending)
+        run = self._run
+        errors = [error for key in self.names if (error := self._tell_run(key, ending))]
+        if ending and run is not None:
+            run.log_final(_sweep_figures(self.folder / files.SWEEP_TABLE), {}, 0)
+            _send(run, lambda into: stage_sweep(self.folder, into))
+            run.end(ending)
         if errors:
             raise errors[0]
 
     def _tell_run(self, key: str, ending: Ending | None) -> Exception | None:
         """Tell of a run that has ended; returns the tracker's error, if there is one."""
-        folder = self._folder / key
+        folder = self.folder / key
         is_written = files.is_finished(folder)
         # A run writes more after its summary; where nobody can tell whether it still does, the sweep's end tells.
         if ending is None and not (is_written and is_alive(folder) is False):
             return None
         place = Place(
-            name=self._names[key],
+            name=self.names[key],
             folder=folder,
-            sweep=self._title,
-            sweep_folder=self._folder,
+            sweep=self.title,
+            sweep_folder=self.folder,
             parent=self._run.id if self._run else None,
-            stored_in=self._stored_in,
+            stored_in=self.stored_in,
         )
         try:
-            RunTeller(self._tracker, self._name, place, once=True)("finished" if is_written else "failed")
+            RunTeller(self.tracker, self.name, place, once=True)("finished" if is_written else "failed")
         except Exception as error:
             return error
         return None
 
-    def _open(self) -> None:
-        if self._is_open:
-            return
-        position = read_position(self._folder, self._name)
-        self._run = self._tracker.open_sweep(self._title, self._folder, self._keys, position.run or None)
-        if self._run is not None:
-            files.write_json(self._folder / files.TRACKER, asdict(replace(position, run=self._run.id)))
-        self._is_open = True
+    @cached_property
+    def _run(self) -> TrackedRun | None:
+        """The sweep's own run, which the first look opens."""
+        position = read_position(self.folder, self.name)
+        run = self.tracker.open_sweep(self.title, self.folder, self.keys, position.run or None)
+        if run is not None:
+            files.write_json(self.folder / files.TRACKER, asdict(replace(position, run=run.id)))
+        return run
 
 
 def _last_round(look: RunFolder, *, complete: bool) -> int:

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from fedpriv.models.serving.scheduler import Scheduler, Ticket
 
 
-Object = Literal["text_completion", "chat.completion", "chat.completion.chunk"]
 T = TypeVar("T")
 
 
@@ -145,7 +144,7 @@ class EventStream(StreamingResponse):
 def header(asked: Asked, *, is_streamed: bool) -> dict[str, Any]:
     """The first fields of an answer, or of each event of its stream."""
     is_chat = isinstance(asked, ChatRequest)
-    kind: Object = "text_completion" if not is_chat else "chat.completion.chunk" if is_streamed else "chat.completion"
+    kind = "text_completion" if not is_chat else "chat.completion.chunk" if is_streamed else "chat.completion"
     id_ = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     return {"id": id_, "object": kind, "created": int(time.time()), "model": asked.model}
 

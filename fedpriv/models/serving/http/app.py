@@ -98,24 +98,20 @@ class _Routes:
 
     def add_to(self, app: FastAPI) -> None:
         """Add them."""
-        gets: dict[str, Callable[..., Any]] = {
-            "/": self.page,
-            "/health": self.health,
-            "/metrics": self.metrics,
-            "/v1/models": self.models,
-            "/v1/models/{name:path}": self.model,
-            "/v1/reader": self.reader,
-        }
-        for path, endpoint in gets.items():
-            app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        posts: dict[str, Callable[..., Any]] = {
-            "/v1/completions": self.completions,
-            "/v1/chat/completions": self.chat,
-            "/v1/classify": self.classify,
-            "/v1/embeddings": self.embeddings,
-        }
-        for path, endpoint in posts.items():
-            app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+        routes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+            ("GET", "/", self.page),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("GET", "/v1/reader", self.reader),
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/classify", self.classify),
+            ("POST", "/v1/embeddings", self.embeddings),
+        )
+        for method, path, endpoint in routes:
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
 
     async def page(self) -> Response:
         """The page: the same for everybody."""
@@ -222,13 +218,10 @@ class _Routes:
             return EventStream(answers, streamed(answers, asked, lambda error: of_engine(error, asked.model)))
         return JSONResponse(await self._answered(request, answers, asked.model, collected(answers, asked)))
 
-    async def _parsed(self, request: Request, shape: type[Shape]) -> Shape:
-        body = await request.body()
-        return await self._texts.run(_token(request).name, lambda: parsed(shape, body))
-
     async def _resolved(self, request: Request, shape: type[Shape]) -> Shape:
         """The request in the body, with the name of the variant for which its model stands."""
-        asked = await self._parsed(request, shape)
+        body = await request.body()
+        asked = await self._texts.run(_token(request).name, lambda: parsed(shape, body))
         return asked.model_copy(update={"model": self._catalogue.resolve(_token(request), asked.model)})
 
     async def _encoded(self, request: Request, name: str, said: Sequence[str | _Chat]) -> tuple[Encoded, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -43,10 +44,8 @@ if TYPE_CHECKING:
 
 _RUN_KEYS = (
     *("run_id", "noise_source", "ledger_head", "unit", "privacy_view", "aggregate_objections"),
-    *("epsilon_local_max", "epsilon_aggregate_max", "delta_max"),
+    *("epsilon_local_max", "epsilon_aggregate_max", "delta_max", "mu", "mu_regret", "advantage", "tpr_at_fpr"),
 )
-
-_RISK = ("mu", "mu_regret", "advantage", "tpr_at_fpr")
 
 PUBLIC_BASE: Mapping[str, Any] = {
     "is_base": True,
@@ -96,12 +95,13 @@ class Cards:
         """
         described, stored = self._described(name), self._stored.get(name)
         accuracy = stored.accuracy if stored and stored.accuracy is not None else described and described.utility
-        ancestors = _ancestors(self._histories(self._consulted([name])))
+        consulted = self._consulted([name])
+        ancestors = _ancestors([each.history for each in map(self._described, consulted) if each])
         return {
             **self.together([name]),
             "accuracy": accuracy,
             "perplexity": _written(stored.perplexity) if stored else None,
-            "ancestors": {**ancestors, "bases": self._consulted([name])[1:]},
+            "ancestors": {**ancestors, "bases": consulted[1:]},
             "run": {key: _written(value) for key, value in self._run.items()},
         }
 
@@ -118,16 +118,17 @@ class Cards:
         told = [self._stored[name] for name in consulted if name in self._stored]
         hidden = any(stored is None or stored.is_private for stored in told)
         is_unknown = any(d.history.is_unknown for d in described) or any(s.is_unknown for s in told if s)
+        is_known = len(described) == len(consulted) and not hidden
         units = {event.unit for each in described for event in _events(each.history)}
         note, method, guarantee, risk = "", "basic", by_store, None
-        if len(described) == len(consulted) and not hidden and len(units) <= 1:
+        if is_known and len(units) <= 1:
             cost, risk = publication_cost(*_united(described)), _risk(described)
             known = cost.guarantee
             if by_store is None or known.epsilon <= by_store.epsilon:
                 guarantee = known
                 method = "accountant" if cost.refused else "provenance"
         view = "local"
-        if guarantee and self._is_of_sums(described, num=len(consulted), hidden=hidden):
+        if guarantee and is_known and self._is_of_sums(described):
             summed = Guarantee(epsilon=self._run["epsilon_aggregate_max"], delta=self._run["delta_max"])
             if summed.epsilon < guarantee.epsilon:  # of an early round the local figure may be less, and it says more
                 guarantee, method, view = summed, "run", "aggregate"
@@ -158,12 +159,12 @@ class Cards:
             "note": note,
         }
 
-    def _is_of_sums(self, described: list[Described], *, num: int, hidden: bool) -> bool:
+    def _is_of_sums(self, described: list[Described]) -> bool:
         """Whether all that went into these variants is what sums of the run showed, so that its summary covers them."""
         run = self._run
         holds = run.get("privacy_view") == "aggregate" and run.get("aggregate_objections") == []
         known = [each.history.ancestors for each in described]
-        if not holds or hidden or len(described) < num or run.get("epsilon_aggregate_max") is None:
+        if not holds or run.get("epsilon_aggregate_max") is None:
             return False
         return all(uploads is not None and {each.run for each in uploads} <= {run.get("run_id")} for uploads in known)
 
@@ -178,14 +179,6 @@ class Cards:
             waiting += further
         return list(found)
 
-    @property
-    def _store(self) -> Path:
-        """The folder of the store: the source, or within the run that it is."""
-        return self._source if is_store(self._source) else self._source / files.STORE
-
-    def _histories(self, names: Iterable[str]) -> list[History]:
-        return [each.history for each in map(self._described, names) if each]
-
     def _read_described(self, name: str) -> Described | None:
         """The description next to the variant, or in the run that the store belongs to; None if it says nothing."""
         for folder in (self._source / files.VARIANTS, self._source, self._source.absolute().parent / files.VARIANTS):
@@ -199,10 +192,12 @@ class Cards:
     @cached_property
     def _stored(self) -> dict[str, _Stored | None]:
         """{name: what the store says}; None where its manifest cannot be read: nobody knows whose blocks it holds."""
-        if not is_store(self._store):
+        # The source, or within the run that it is.
+        folder = self._source if is_store(self._source) else self._source / files.STORE
+        if not is_store(folder):
             return {}
         found: dict[str, _Stored | None] = {}
-        with Store(self._store, read_only=True) as store:
+        with Store(folder, read_only=True) as store:
             for name in store.names:
                 try:
                     found[name] = _stored(store.manifest(name))
@@ -216,8 +211,7 @@ class Cards:
         for folder in (self._source, self._source.absolute().parent):
             if (folder / files.SUMMARY).is_file():
                 summary = files.read_values(folder / files.SUMMARY)
-                keys = (*_RUN_KEYS, *_RISK)
-                return {key: summary[key] for key in keys if key in summary}
+                return {key: summary[key] for key in _RUN_KEYS if key in summary}
         return {}
 
 
@@ -278,12 +272,9 @@ def _ancestors(histories: list[History]) -> dict[str, Any]:
     if not known or any(each is None for each in known):
         return {"num_uploads": None, "uploads_of_data_sets": None, "runs": None}
     uploads = frozenset().union(*(each or () for each in known))
-    counts: dict[str, int] = {}
-    for upload in uploads:
-        counts[upload.data_set] = counts.get(upload.data_set, 0) + 1
     return {
         "num_uploads": len(uploads),
-        "uploads_of_data_sets": dict(sorted(counts.items())),
+        "uploads_of_data_sets": dict(sorted(Counter(upload.data_set for upload in uploads).items())),
         "runs": sorted({upload.run for upload in uploads}),
     }
 

@@ -248,7 +248,10 @@ class Entrance:
         if scope["path"] in OPEN:
             await self._let_in(scope, receive, send, ANYONE)
             return
-        token = self._bearer(scope)
+        token = self._tokens.bearer(values_of(scope, b"authorization"))
+        if token is None:
+            message = "Give one valid token in one header, Authorization: Bearer TOKEN."
+            raise RefusalError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         with self._in_flight.one_more(token.name) as count_inputs:
             scope["count_inputs"] = count_inputs
             if scope["method"] == "POST":
@@ -258,13 +261,6 @@ class Entrance:
     async def _let_in(self, scope: Scope, receive: Receive, send: Send, token: Token) -> None:
         scope["token"] = token
         await self._app(scope, capped(scope, receive, self._limits.body_bytes), send)
-
-    def _bearer(self, scope: Scope) -> Token:
-        token = self._tokens.bearer(values_of(scope, b"authorization"))
-        if token is None:
-            message = "Give one valid token in one header, Authorization: Bearer TOKEN."
-            raise RefusalError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        return token
 
 
 def _check_content_type(scope: Scope) -> None:

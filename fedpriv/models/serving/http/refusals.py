@@ -73,12 +73,6 @@ def unknown_model(name: str) -> RefusalError:
     return RefusalError(404, message, code="model_not_found", param="model")
 
 
-def busy() -> RefusalError:
-    """Too many requests are waiting."""
-    message = "The server has as many requests as it lets wait; try again in 1 s."
-    return RefusalError(429, message, code="busy", headers={"Retry-After": "1"})
-
-
 def stopping() -> RefusalError:
     """The server stops before it has answered."""
     message = "The server stops, and has not answered in time."
@@ -97,7 +91,8 @@ def of_engine(error: ServingError, name: str) -> RefusalError:
         case TooLongError():
             return RefusalError(400, str(error), code="context_length_exceeded")
         case BusyError():
-            return busy()
+            message = "The server has as many requests as it lets wait; try again in 1 s."
+            return RefusalError(429, message, code="busy", headers={"Retry-After": "1"})
     return RefusalError(400, str(error), code="not_answered")
 
 

@@ -94,7 +94,8 @@ class Address:
         try:
             if self.path is not None:
                 return _bound_to_path(self.path)
-            return socket.create_server((self.host, self.port), family=self._family)
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            return socket.create_server((self.host, self.port), family=found[0][0])
         except OSError:
             at = f"socket = {str(self.path)!r}" if self.path else f"host, port = {self.host}, {self.port}"
             raise InputError(f"{at}: cannot listen there; is it taken?") from None
@@ -109,12 +110,12 @@ class Address:
         """The address as a client writes it, once it is bound."""
         if self.path is not None:
             return f"unix:{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{bound.getsockname()[1]}"
+        return f"http://{self.host_in_url}:{bound.getsockname()[1]}"
 
     @property
-    def _family(self) -> socket.AddressFamily:
-        return socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    def host_in_url(self) -> str:
+        """The host as it stands before a port: a number of IPv6 is in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
 
 
 def _bound_to_path(path: Path) -> socket.socket:
@@ -212,8 +213,7 @@ def nginx_configuration(address: Address, limits: RequestLimits, *, port: int, c
     if address.path is None and not address.port:
         raise InputError("port = 0: nginx has to know it; give --port or --socket")
     _check_certificate(certificate, key)
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    upstream = f"unix:{_nginx_path(address.path)}" if address.path else f"{host}:{address.port}"
+    upstream = f"unix:{_nginx_path(address.path)}" if address.path else f"{address.host_in_url}:{address.port}"
     refusals = [
         _REFUSAL.format(
             statuses=statuses, status=status, body=json.dumps(RefusalError(status, message, code=code).as_dict())

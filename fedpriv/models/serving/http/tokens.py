@@ -137,10 +137,8 @@ def add_new(path: Path, name: str, variants: Sequence[str], *, metrics: bool = F
     digest = hashlib.sha256(secret.encode()).hexdigest()
     token = Token(name=name, sha256=digest, variants=tuple(variants), metrics=metrics)
     before = read_text(path) if path.exists() else ""
-    entry = tomli_w.dumps({"token": [{**asdict(token), "variants": list(variants)}]})
-    # As one `[[token]]`, which may follow others; tomli_w writes a short list of tables as an inline array.
-    if not entry.startswith("[[token]]"):
-        entry = f"[[token]]\n{tomli_w.dumps({**asdict(token), 'variants': list(variants)})}"
+    # As one `[[token]]`, which may follow others; tomli_w would write a short list of tables as an inline array.
+    entry = f"[[token]]\n{tomli_w.dumps(asdict(token))}"
     separator = "" if not before or before.endswith("\n") else "\n"
     replace_file(path, f"{before}{separator}{entry}".encode(), mode=0o600)
     return secret
