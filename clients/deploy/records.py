@@ -234,8 +234,7 @@ def register(
         chosen = _choice(vault, planned, plan, filter_, plan_delta)
         return rule_note(chosen, vault.budget_epsilon, planned.delta_for_releases)
 
-    is_new = not ledger.exists()
-    if is_new:
+    if not ledger.exists():
         note()  # refused before there is a ledger
     with Ledger(ledger) as opened:
         known = opened.data_set()
@@ -249,8 +248,6 @@ def register(
             )
         made = opened.register(client, found.num_units, delta, note=disjoint, bound=note())
         opened.log_content(made, found.content(None))
-    if is_new:
-        ledger.chmod(0o600)
     return made
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.views import Release
+from fedpriv.texts import printable
 
 VERSION = 1
 # The version with an `adopted` entry: a reader that does not know these would state its spending without reserve.
@@ -223,8 +224,8 @@ class DataSet:
         for name, value in as_stored(settings).items():
             if value is not None and value != (fixed := getattr(self, name)):
                 raise InputError(
-                    f"{name} = {value!r}: {ledger} has registered its data set with {fixed!r}, which stays; set "
-                    "that, or name the ledger of these records"
+                    f"{name} = {value!r}: {ledger} has registered data set {self.id[:8]} of client "
+                    f"{printable(self.client)} with {fixed!r}, which stays; set that, or name these records' own ledger"
                 )
 
     @property
