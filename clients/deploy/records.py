@@ -328,9 +328,9 @@ def erase(vault: VaultSettings, person: str, column: str = "") -> None:
 
     if vault.data is None or not (column := column or vault.person_column):
         raise InputError("--column: required, since vault.toml names no file with a person_column")
-    source = replace(vault.source, person_column=column)
+    source, person = replace(vault.source, person_column=column), person.strip()
     found = read_strictly(source)
-    places = {record.place for record in found if person and record.person.strip() == person.strip()}
+    places = {record.place for record in found if person and record.person.strip() == person}
     left = [record for record in found if record.place not in places]
     if not places or not left:
         who = "nobody else is" if places else "nobody of this name is"
