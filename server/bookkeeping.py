@@ -26,7 +26,6 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.texts import holder_label
 from server.costs import EarlierCharges, RoundCosts
 from server.observer import Observer
-from server.registration import check_registered
 
 log = logging.getLogger("flwr")
 
@@ -129,7 +128,7 @@ class Books:
             if id_ not in known:
                 new.append(DataSet(id=id_, client=whose, num_records=size, delta=delta))
                 continue
-            check_registered(known[id_], whose, size, delta)
+            known[id_].check_fixed(ledger.path, num_records=size, delta=delta)
             if any(release.event.unit != unit for release in self._earlier.get(client, ())):
                 raise InputError(
                     f"noise_on = {self._config.noise_on}: {ledger.path} holds releases of another unit than {unit} on "

@@ -15,7 +15,6 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import REGISTER, WAITING, Request
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
-from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.texts import holder_label, printable
 from server.exchange import answer_in, message_to, reason_of
 
@@ -229,17 +228,3 @@ def _check_signature(registration: Registration, file: Path | None) -> None:
         raise ValueError(f"{name}: its registration is not signed with {named}")
     if registration.identity != admitted:
         raise ValueError(f"{name}: its identity is not {named}, with which its registration is signed")
-
-
-def check_registered(known: DataSet, client: str, size: int, delta: float) -> None:
-    """Refuse numbers that contradict what the ledger holds of a data set.
-
-    Raises:
-        InputError: names the number, both values and what to do.
-    """
-    for name, registered, claimed in (("num_records", known.num_records, size), ("delta", known.delta, delta)):
-        if registered != claimed:
-            raise InputError(
-                f"{name} = {claimed}: client {client} registered its data set {known.id[:8]} with {registered}, which "
-                "is final; register other data as a new data set"
-            )

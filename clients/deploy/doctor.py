@@ -19,6 +19,7 @@ from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, agreed_runs, is_unchanged_model, read_models
 from fedpriv.operate.approvals import approved
 from fedpriv.operate.checks import Check, check_disk, check_port_free, check_programs, check_server
+from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.ledger import statement
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
@@ -161,9 +162,15 @@ def _budget(vault: VaultSettings) -> str:
 
 
 def _enforced(vault: VaultSettings) -> str:
-    """The rule that enforces the budget, and how much of it is used."""
+    """The rule that enforces the budget, and how much of it is used; refuses one under which nothing is released."""
     with reading(vault.ledger) as db:
-        return statement.enforcement(db, db.data_set(None), vault.budget_epsilon, vault.budget_view)
+        if (data_set := db.data_set(None)) is None or (epsilon := vault.budget_epsilon) is None:
+            return "nothing: there is no budget or no data set"
+        rule, used = statement.enforced(db, data_set, epsilon, vault.budget_view)
+        largest = filters.largest_budget(db.bounds(data_set.id), vault.budget_view) or 0.0
+    filters.check_allows(rule, epsilon, data_set.delta_for_releases)
+    proven = f"; proven is epsilon {largest:g}, the largest budget in force so far" if largest > epsilon else ""
+    return f"by {rule}, {used:.0%} of it used{proven}"
 
 
 def _models(vault: VaultSettings) -> str:

@@ -234,8 +234,7 @@ def register(
         chosen = _choice(vault, planned, plan, filter_, plan_delta)
         return rule_note(chosen, vault.budget_epsilon, planned.delta_for_releases)
 
-    is_new = not ledger.exists()
-    if is_new:
+    if not ledger.exists():
         note()  # refused before there is a ledger
     with Ledger(ledger) as opened:
         known = opened.data_set()
@@ -249,8 +248,6 @@ def register(
             )
         made = opened.register(client, found.num_units, delta, note=disjoint, bound=note())
         opened.log_content(made, found.content(None))
-    if is_new:
-        ledger.chmod(0o600)
     return made
 
 
@@ -331,9 +328,9 @@ def erase(vault: VaultSettings, person: str, column: str = "") -> None:
 
     if vault.data is None or not (column := column or vault.person_column):
         raise InputError("--column: required, since vault.toml names no file with a person_column")
-    source = replace(vault.source, person_column=column)
+    source, person = replace(vault.source, person_column=column), person.strip()
     found = read_strictly(source)
-    places = {record.place for record in found if person and record.person.strip() == person.strip()}
+    places = {record.place for record in found if person and record.person.strip() == person}
     left = [record for record in found if record.place not in places]
     if not places or not left:
         who = "nobody else is" if places else "nobody of this name is"

@@ -202,7 +202,7 @@ def test_a_statement_of_a_part_of_the_history_says_what_it_cost_alone_and_what_w
             ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
     (tmp_path / "vault.toml").write_text('partition_id = 0\nname = "St. Anna"\nbudget_epsilon = 4.0\n')
     told = {"time": "2027-05-03T10:00:00+00:00", "event": "began", "run": "second", "purpose": "falls, 2027"}
-    refused = told | {"event": "refused", "reason": "refused: clip_norm = 900.0"}
+    refused = told | {"event": "refused", "reason": "refused: clip_norm = 900.0", "purpose": None}
     old = refused | {"time": "2026-01-01T10:00:00+00:00", "reason": "refused: long ago"}
     lines = [json.dumps(each) for each in (told, refused, refused, old)]
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, "torn"]))

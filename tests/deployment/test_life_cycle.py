@@ -83,7 +83,7 @@ def test_nothing_is_lost_but_who_left_and_all_evidence_stands(site, holders_run,
     site.start_node(3)
     site.wait_for_nodes(len(NODES) + 1)
     stopped = site.start_run("stopped", {**one_round, "num_clients": 4, "rounds": 8, "out": str(tmp_path / "resumed")})
-    wait_until(lambda: num_rounds(tmp_path / "resumed") > 0, "a round", 120)
+    wait_until(lambda: num_rounds(tmp_path / "resumed") > 0, "a round", 400)
     stopped.stop()
     assert not (tmp_path / "resumed" / "summary.json").exists(), stopped.text()
     site.run({"resume": str(tmp_path / "resumed")})

@@ -17,6 +17,7 @@ from typing import Any
 from fedpriv.errors import InputError, LedgerError
 from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.views import Release
+from fedpriv.texts import printable
 
 VERSION = 1
 # The version with an `adopted` entry: a reader that does not know these would state its spending without reserve.
@@ -25,21 +26,20 @@ ADOPTED_VERSION = 2
 # or enforce another rule.
 LATEST_VERSION = 3
 
-_SCHEMA = f"""
-CREATE TABLE entries (
+_SCHEMA = (
+    """CREATE TABLE entries (
     number INTEGER PRIMARY KEY, time TEXT NOT NULL, phase TEXT NOT NULL, data_set TEXT NOT NULL, client TEXT NOT NULL,
     run TEXT, round INTEGER, request TEXT, event TEXT, rho_bar REAL, aggregate_scale REAL, noise_source TEXT,
-    reply TEXT, num_records INTEGER, delta REAL, note TEXT, digest TEXT NOT NULL
-);
-CREATE UNIQUE INDEX one_per_key ON entries (run, client, round, request, phase) WHERE request IS NOT NULL;
-CREATE INDEX by_data_set ON entries (data_set, phase);
-CREATE TABLE replies (run TEXT, client TEXT, round INTEGER, request TEXT, content BLOB NOT NULL,
-    PRIMARY KEY (run, client, round, request));
-CREATE TABLE secret (content_key BLOB NOT NULL);
-CREATE TRIGGER no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
-CREATE TRIGGER no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END;
-PRAGMA user_version = {VERSION};
-"""
+    reply TEXT, num_records INTEGER, delta REAL, note TEXT, digest TEXT NOT NULL)""",
+    "CREATE UNIQUE INDEX one_per_key ON entries (run, client, round, request, phase) WHERE request IS NOT NULL",
+    "CREATE INDEX by_data_set ON entries (data_set, phase)",
+    """CREATE TABLE replies (run TEXT, client TEXT, round INTEGER, request TEXT, content BLOB NOT NULL,
+    PRIMARY KEY (run, client, round, request))""",
+    "CREATE TABLE secret (content_key BLOB NOT NULL)",
+    "CREATE TRIGGER no_update BEFORE UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END",
+    "CREATE TRIGGER no_delete BEFORE DELETE ON entries BEGIN SELECT RAISE(ABORT, 'entries are append-only'); END",
+    f"PRAGMA user_version = {VERSION}",
+)
 
 REGISTERED, CHANGED, CHARGED, RELEASED = "registered", "changed", "charged", "released"
 ADOPTED, RECOVERED = "adopted", "recovered"
@@ -223,8 +223,8 @@ class DataSet:
         for name, value in as_stored(settings).items():
             if value is not None and value != (fixed := getattr(self, name)):
                 raise InputError(
-                    f"{name} = {value!r}: {ledger} has registered its data set with {fixed!r}, which stays; set "
-                    "that, or name the ledger of these records"
+                    f"{name} = {value!r}: {ledger} has registered data set {self.id[:8]} of client "
+                    f"{printable(self.client)} with {fixed!r}, which stays; set that, or name these records' own ledger"
                 )
 
     @property
@@ -446,16 +446,6 @@ class LedgerConnection(Queries, sqlite3.Connection):
 
     def create_tables(self) -> None:
         """Make the tables, and the secret that keys hashes of content, within the caller's transaction."""
-        for statement in _statements(_SCHEMA):
+        for statement in _SCHEMA:  # one by one: sqlite3's own executescript would commit before it starts
             self.execute(statement)
         self.execute("INSERT INTO secret VALUES (?)", (secrets.token_bytes(32),))
-
-
-def _statements(script: str) -> Iterator[str]:
-    """The statements of a script, one by one: sqlite3's own executescript would commit before it starts."""
-    statement = ""
-    for line in script.strip().splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""

@@ -72,6 +72,7 @@ class Ledger(Queries):
         try:
             head_file.lock(self._head, path)
             with as_ledger_errors(path):
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # a secret and replies are in it
                 self._db = sqlite3.connect(path, isolation_level=None, timeout=10, factory=LedgerConnection)
             try:
                 with as_ledger_errors(path):
@@ -344,6 +345,7 @@ class Ledger(Queries):
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         for line in lines:
             entry = Entry(number=self._number + 1, time=time, **as_stored(line))
+            self._check_data_set(entry.data_set, entry.phase)
             entry = replace(entry, digest=entry.chained_digest(self._digest))
             self._db.execute(
                 f"INSERT INTO entries VALUES ({', '.join('?' * len(COLUMNS))})",
@@ -352,6 +354,15 @@ class Ledger(Queries):
             if [*self._db.stored_entry(entry.number)] != [entry]:
                 raise LedgerError(f"{self.path}: SQLite keeps another entry than was hashed; nothing is written")
             self._number, self._digest = entry.number, entry.digest
+
+    def _check_data_set(self, id_: str, phase: str) -> None:
+        """Refuse a charge on a data set that no reader would find, and to begin one again at zero."""
+        asked = "SELECT EXISTS (SELECT 1 FROM entries WHERE data_set = ? AND phase = ?)"
+        is_known = phase in (REGISTERED, CHARGED) and self._execute(asked, (id_, REGISTERED)).fetchone()[0]
+        if phase == REGISTERED and is_known:
+            raise LedgerError(f"{self.path}: data set {id_} is registered already, and keeps what it has spent")
+        if phase == CHARGED and not is_known:
+            raise LedgerError(f"{self.path}: data set {id_} is not registered here; register it before it is charged")
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -257,7 +257,7 @@ def names_in(folder: Path, data_sets: list[DataSet]) -> dict[str, str]:
 
 def studies_in(folder: Path) -> dict[str, str]:
     """{id of a run: what for, or else the name of its folder}, as far as a ledger's folder knows."""
-    told = {str(each.get("run")): each.get("purpose") for each in _events(folder)}
+    told = {str(each.get("run")): each["purpose"] for each in _events(folder) if each.get("purpose")}
     for summary in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}"), *folder.glob(f"*/*/{SUMMARY}")):
         purpose = _values(summary.with_name(CONFIG)).get("purpose")
         told[str(_values(summary).get("run_id"))] = purpose or summary.absolute().parent.name

@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,21 +126,15 @@ def gaps(db: LedgerConnection) -> dict[str, list[dict[str, Any]]]:
     At an adoption the operator alone vouches that no entry is missing: up to which entry, when and why. At a recovery
     charges were taken over since the ledger had been restored: when, how many and why.
     """
-    groups: dict[tuple[str, str, str], list[Entry]] = {}
-    for entry in db.recoveries():
-        groups.setdefault((entry.time, entry.data_set, json.loads(entry.note or "{}").get("reason", "")), []).append(
-            entry
-        )
-    recovered = [
-        {
-            "time": time,
-            "data_set": data_set,
-            "reason": reason,
-            "releases": sum(entry.event is not None for entry in found),
-            "known_in_full": all(entry.event is not None for entry in found),
-        }
-        for (time, data_set, reason), found in groups.items()
-    ]
+
+    def recovery(entry: Entry) -> tuple[str, str, str]:
+        return entry.time, entry.data_set, json.loads(entry.note or "{}").get("reason", "")
+
+    recovered = []
+    for (time, data_set, reason), entries in groupby(db.recoveries(), recovery):
+        known = [entry.event is not None for entry in entries]
+        counts = {"releases": sum(known), "known_in_full": all(known)}
+        recovered.append({"time": time, "data_set": data_set, "reason": reason, **counts})
     adopted = [{"up_to_entry": entry.number - 1, "time": entry.time, "reason": entry.note} for entry in db.adoptions()]
     return {"adopted": adopted, "recovered": recovered}
 
@@ -167,26 +161,11 @@ def gap_lines(*, adopted: Sequence[dict[str, Any]] = (), recovered: Sequence[dic
     return lines
 
 
-def enforcement(db: LedgerConnection, data_set: DataSet | None, epsilon: float | None, view: PlannedView) -> str:
-    """The rule that enforces the budget of a data set, and the share of it that is used, in words.
-
-    Raises:
-        InputError: the budget is so small that nothing would ever be released.
-        ValueError: the ledger names a rule that this fedpriv does not know.
-    """
-    if data_set is None or epsilon is None:
-        return "nothing: there is no budget or no data set"
-    rule, used = enforced(db, data_set, epsilon, view)
-    filters.check_allows(rule, epsilon, data_set.delta_for_releases)
-    largest = filters.largest_budget(db.bounds(data_set.id), view) or 0.0
-    proven = f"; proven is epsilon {largest:g}, the largest budget in force so far" if largest > epsilon else ""
-    return f"by {rule}, {used:.0%} of it used{proven}"
-
-
 def enforced(db: LedgerConnection, data_set: DataSet, epsilon: float, view: PlannedView) -> tuple[Rule, float]:
     """The rule that enforces the budget of a data set, and the share of it that is used, >= 0.
 
-    Errors as for `enforcement`.
+    Raises:
+        ValueError: the ledger names a rule that this fedpriv does not know.
     """
     delta, history = data_set.delta_for_releases, db.releases(data_set.id)
     rule = filters.rule_in_force(db.bounds(data_set.id), epsilon, delta)

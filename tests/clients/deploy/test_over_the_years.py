@@ -258,10 +258,10 @@ def written(path: Path, persons: Sequence[str]) -> Path:
 
 @pytest.mark.parametrize("name", ["own.csv", "own.jsonl.gz", "own.parquet"])
 def test_a_person_is_erased_in_one_command_and_the_day_alone_is_noted(name, tmp_path, make_node, monkeypatch):
-    data, persons = written(tmp_path / name, ["P1", "P2", "P1", "P3", "P2"]), {"labels": LABELS, "text_column": "note"}
+    data = written(tmp_path / name, ["P1", "P2", "P1", "P3", "", "P2"])
     data.chmod(0o640)
-    columns = {"label_column": "department", "person_column": "patient", "table_checks": "warn"}
-    site = Site(make_node("node", data=data, budget_epsilon=100.0, **persons, **columns), {})
+    columns = {"text_column": "note", "label_column": "department", "person_column": "patient", "labels": LABELS}
+    site = Site(make_node("node", data=data, budget_epsilon=100.0, table_checks="warn", **columns), {})
     site.settings.tokens.write_bytes(b"tokens of records")
     before, entries = read_strictly(site.settings.source), site.ledger()
 
@@ -283,6 +283,7 @@ def test_a_person_is_erased_in_one_command_and_the_day_alone_is_noted(name, tmp_
     assert noted.stat().st_mode & 0o777 == 0o600
     erase("P2")
     assert len(noted.read_text().splitlines()) == 2
+    written(data, ["P3", "P3"])
     assert "nobody else is" in erase("P3", code=2)
     assert sorted(path.name for path in tmp_path.glob(".*")) == [], "a copy is left"
 

@@ -91,6 +91,39 @@ def test_nothing_is_stored_without_a_charge(path):
         ledger.store(charge_for("d").key, b"reply")
 
 
+def test_only_what_is_registered_is_charged_and_it_is_registered_once(path):
+    with Ledger(path) as ledger:
+        ledger.register_all(SETS)
+        entries, new = list(ledger.entries()), replace(SETS[0], id="d7")
+        with pytest.raises(LedgerError, match="data set nobody's is not registered here; register it before"):
+            ledger.charge([charge_for("d0", 7), charge_for("nobody's")])
+        for begin in (lambda: ledger.register("0", 9, 1e-5, data_set="d0"), lambda: ledger.register_all([new, new])):
+            with pytest.raises(LedgerError, match=r"data set \w+ is registered already, and keeps what it has spent"):
+                begin()
+        assert list(ledger.entries()) == entries
+
+
+def test_a_charge_of_a_run_without_an_id_counts(path):
+    with Ledger(path) as ledger:
+        ledger.register_all(SETS)
+        ledger.charge([charge_for("d0", 1, run=""), charge_for("d0", 2)])
+        assert [release.event for release in ledger.releases("d0")] == [EVENT.with_count(6)]
+        assert [release.event for release in ledger.releases("d0", excluding_run="r")] == [EVENT]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+def test_a_new_ledger_is_for_its_owner_alone_whatever_the_umask(path, umask):
+    before = os.umask(umask)
+    try:
+        with Ledger(path) as ledger:
+            ledger.register_all(SETS)
+            modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+    finally:
+        os.umask(before)
+    assert len(modes) > 2
+    assert set(modes.values()) == {0o600}
+
+
 def test_one_key_is_charged_once_and_a_failed_batch_charges_nobody(path):
     with Ledger(path) as ledger:
         data_set = ledger.register("0", 100, 1e-5).id
