@@ -113,7 +113,7 @@ def init(
             typer.echo(_ABOUT_PRIVACY)
             answers = _with_privacy(answers, _ask("How much privacy?", str(_DEFAULT_EPSILON)))
         written = _to_toml(answers, folder=place.absolute().parent)
-        warnings = _checked(written)
+        warnings = _checked(written, table.names_of(answers.text))
         _write(place, written)
     except InputError as error:
         typer.echo(f"error: {printable(error)}", err=True)
@@ -362,13 +362,19 @@ def _ask(question: str, default: str) -> str:
     return answer.strip()
 
 
-def _checked(written: str) -> tuple[str, ...]:
+def _checked(written: str, texts: Sequence[str | None]) -> tuple[str, ...]:
     """The warnings about the data; refuses what a run would refuse of them, before anything is written."""
     import tomllib
 
-    from fedpriv.learning.data import federated
+    from fedpriv.learning.adapters import load_tokenizer, locate
+    from fedpriv.learning.data import federated, other_language, subwords
 
-    return federated.load(configuration.parse(tomllib.loads(written))).warnings
+    config = configuration.parse(tomllib.loads(written))
+    warnings = federated.load(config).warnings
+    if locate(config.model) is None:  # nothing is fetched
+        return warnings
+    foreign = other_language(**subwords(load_tokenizer(config.model), [text or "" for text in texts]))
+    return (*warnings, foreign) if foreign else warnings
 
 
 def _write(place: Path, text: str) -> None:
