@@ -151,7 +151,7 @@ def init(
             typer.echo(_ABOUT_PRIVACY)
             answers = _with_privacy(answers, _ask("How much privacy?", str(_DEFAULT_EPSILON)))
         written = _to_toml(answers, folder=place.absolute().parent)
-        warnings, refusal = _checked(written, table)
+        warnings, refusal = _checked(written, table, answers.text)
         _write(place, _to_be_mended(written, table) + written if refusal else written)
     except InputError as error:
         typer.echo(f"error: {printable(error)}", err=True)
@@ -434,7 +434,7 @@ def _show(table: Table) -> None:
         typer.echo(f"  {printable(name):<{width}}  {' | '.join(shown)}")
 
 
-def _checked(written: str, table: Table) -> tuple[tuple[str, ...], str]:
+def _checked(written: str, table: Table, column: str) -> tuple[tuple[str, ...], str]:
     """The warnings about the data, and why a run refuses them; empty if it does not.
 
     Raises:
@@ -442,15 +442,21 @@ def _checked(written: str, table: Table) -> tuple[tuple[str, ...], str]:
     """
     import tomllib
 
-    from fedpriv.learning.data import federated
+    from fedpriv.learning.adapters import load_tokenizer, locate
+    from fedpriv.learning.data import federated, other_language, subwords
 
     config = configuration.parse(tomllib.loads(written))
     try:
-        return federated.load(config).warnings, ""
+        warnings = federated.load(config).warnings
     except InputError as error:
         if not _refusals(config, table):
             raise
         return (), str(error)
+    if locate(config.model) is None:  # nothing is fetched
+        return warnings, ""
+    texts = [text or "" for text in table.names_of(column)]
+    foreign = other_language(**subwords(load_tokenizer(config.model), texts))
+    return (*warnings, foreign) if foreign else warnings, ""
 
 
 def _refusals(config: RunConfig, table: Table) -> list[Finding]:

@@ -95,10 +95,14 @@ def check_data(
 
 def _check_texts(table: Table, columns: Mapping[str, str], *, model: str | None, max_length: int | None) -> Result:
     from fedpriv.config import RunConfig
-    from fedpriv.learning.data import describe
+    from fedpriv.learning.data import describe, other_language
 
     values = describe(table, **columns, tokenizer=_tokenizer(model), max_length=max_length or RunConfig.max_length)
-    return Result(values, [*entries(_visible(values)), *_about_persons(values)])
+    read = {key: values[key] for key in ("subwords_per_word", "unknown_share") if key in values}
+    foreign = other_language(**read) if read else ""
+    rounded = {key: round(value, 2) for key, value in read.items()}
+    lines = [*entries(_visible(values | rounded)), *_about_persons(values)]
+    return Result(values, lines + (["", f"warning: {foreign}"] if foreign else []))
 
 
 def _visible(values: Mapping[str, Any]) -> dict[str, Any]:

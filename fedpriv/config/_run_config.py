@@ -224,8 +224,10 @@ class RunConfig(
             return z, q
         drawn = [probability or q or 1.0 for _, probability in own]
         mean = math.fsum(drawn) / len(own)
-        squares = [(noise / each) ** 2 for (noise, _), each in zip(own, drawn, strict=True)]
-        return mean * math.sqrt(math.fsum(squares) / len(own)), mean if own[0][1] else q
+        ratios = [noise / each for (noise, _), each in zip(own, drawn, strict=True)]
+        most = max(ratios) or 1.0  # squares of it cannot overflow
+        share = math.sqrt(math.fsum((ratio / most) ** 2 for ratio in ratios) / len(own))
+        return mean * most * share, mean if own[0][1] else q
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -54,6 +54,8 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
         FlowerError: the SuperLink refused the run, or stopped answering.
     """
     values = run_values(coordinator, overrides)
+    if not values.get("resume") and (why := configuration.why_recipe(coordinator.planned | given(overrides))):
+        say(why)
     run_id = _submit(coordinator, values, say)
     say(f"run {run_id} writes {values['out']}")
     try:

@@ -172,6 +172,8 @@ def _privacy(row: Any) -> str:
         return "no noise"
     if pd.notna(target := row.get("target_epsilon")) and target:
         return f"epsilon {target:g}"
+    if isinstance(schedule := row.get("noise_schedule"), str) and schedule:
+        return f"z by round: {schedule}"
     return f"z {row['noise_multiplier']:.3g}"
 
 

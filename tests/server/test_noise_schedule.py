@@ -77,6 +77,8 @@ def test_rates_follow_the_noise_that_the_rounds_leave_together_and_a_level_sched
     ]
     uneven = with_learning_rates(scheduled([5.0, 2.0, 7.0, 5.0, 5.0]), SIZES, ADAPTER)
     assert uneven.main_phase.noise_multiplier == pytest.approx(math.sqrt((4 + 49) / 2))
+    huge = scheduled([5.0, 1e300, 1e300, 5.0, 5.0])
+    assert huge.main_phase.noise_multiplier == pytest.approx(1e300)
 
 
 def test_the_run_without_noise_has_none_in_any_round():

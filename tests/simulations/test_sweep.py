@@ -349,6 +349,11 @@ def test_several_ways_to_say_how_private_a_run_is_are_one_column(write):
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["2", "8", "no noise"]
 
 
+def test_runs_of_different_noise_schedules_are_told_apart():
+    rows = [{"noise_multiplier": 1.0, "noise_schedule": text} for text in ("3, 2", "2, 3", "")]
+    assert [result._privacy(row) for row in rows] == ["z by round: 3, 2", "z by round: 2, 3", "z 1"]
+
+
 @pytest.mark.parametrize(("answers", "metric"), [([], _PERPLEXITY), (["good", "bad"], _ACCURACY)])
 def test_language_models_that_answer_freely_are_compared_by_perplexity(write, tmp_path, answers, metric):
     asked = {"prompt_column": "question", "response_column": "answer", "answers": answers}

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fedpriv.learning.data._checks import Mended as Mended
     from fedpriv.learning.data._checks import describe as describe
     from fedpriv.learning.data._checks import describe_instructions as describe_instructions
+    from fedpriv.learning.data._checks import other_language as other_language
+    from fedpriv.learning.data._checks import subwords as subwords
     from fedpriv.learning.data._checks import write_mended as write_mended
     from fedpriv.learning.data._mistakes import CheckedColumns as CheckedColumns
     from fedpriv.learning.data._mistakes import Finding as Finding

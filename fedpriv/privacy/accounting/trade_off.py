@@ -26,6 +26,7 @@ TradeOff = Callable[[Array], Array]
 # Mu is bounded between tests until the bound exceeds what a test needs by so large a share, or after so many rounds, in
 # which each cell with a larger bound is cut into so many.
 _MU_SHARE, _MU_ROUNDS, _MU_CUTS = 1e-4, 6, 10
+_SMALL = 1e-12
 _BISECTIONS = 45
 _MOST_ORDERS = 32
 
@@ -77,7 +78,8 @@ def renyi(orders: Array, divergences: Array) -> TradeOff:
         with np.errstate(divide="ignore", invalid="ignore"):
             own = np.log(x), np.log1p(-x)
             for _ in range(_BISECTIONS):
-                y = (low + high) / 2
+                # By ratio, once halves of 1 no longer resolve it.
+                y = np.where(high < _SMALL, np.sqrt(low * high), (low + high) / 2)
                 other = np.log(y), np.log1p(-y)
                 fits = np.maximum(_log_moment(other, own, order), _log_moment(own, other, order)) <= limit
                 low, high = np.where(fits, y, low), np.where(fits, high, y)
@@ -186,7 +188,7 @@ def _mu_between(missed: Array, z: Array, delta: float) -> Array:
 
 
 def regret_of(trade_off: TradeOff, mu: float) -> float:
-    """The least k with f(x + k) - k <= f_mu(x) for all x.
+    """The least k with f(x + k) - k <= f_mu(x) at all x of a fine grid; between them it may be larger, so no bound.
 
     Source: Kaissis et al. 2024, of two trade-off functions; Gomez et al. 2025, of one and Gaussian DP.
     """

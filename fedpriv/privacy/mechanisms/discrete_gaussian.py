@@ -197,20 +197,6 @@ def _is_exact(grid: float) -> bool:
     return math.frexp(grid)[0] == 0.5
 
 
-def charged_stddev(sigma: float) -> float:
-    """sqrt(sigma^2 - 9): that of the continuous Gaussian of which N_Z(0, sigma^2) on integers is a random rounding.
-
-    Args:
-        sigma: finite, > 3, in steps of the grid.
-
-    Raises:
-        ValueError: sigma is out of range.
-    """
-    if not math.sqrt(_ROUNDING_VARIANCE) < sigma < math.inf:
-        raise ValueError(f"sigma = {sigma}: must be finite and > 3")
-    return math.sqrt(sigma**2 - _ROUNDING_VARIANCE)
-
-
 def max_divergence(dimension: int) -> float:
     """The lemma's bound on |log| of the ratio of both laws' probabilities: 4 d exp(-18 pi^2), less than 3e-77 d.
 

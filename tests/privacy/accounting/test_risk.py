@@ -38,6 +38,13 @@ def test_each_function_is_its_own_inverse():
     assert pair(pair(X[inside])) == pytest.approx(X[inside])
 
 
+@pytest.mark.parametrize("delta", [1e-13, 1e-14, 1e-16])
+def test_a_tiny_delta_has_a_finite_mu_by_renyi_curves_too(delta):
+    """Of no smaller mu than a larger delta, and of none below the Gaussian's own."""
+    f = trade_off.renyi(ORDERS, ORDERS / 2)
+    assert 1.0 < trade_off.mu_of(f, 1e-9) <= trade_off.mu_of(f, delta) < 1.5
+
+
 def test_a_pair_is_two_lines():
     missed = trade_off.profile(np.array([1.0]), np.array([0.01]))(X)
     assert 1 - missed == pytest.approx(np.minimum(0.01 + math.e * X, 1 - (0.99 - X) / math.e).clip(max=1))

@@ -23,7 +23,6 @@ from fedpriv.privacy.accounting.views import (
     smallest_rho_bars,
 )
 from fedpriv.privacy.ledger.accounts import Accounts
-from fedpriv.privacy.mechanisms.discrete_gaussian import charged_stddev
 
 EVENT = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=3)
 HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear": True, "secure_aggregation": True}
@@ -281,7 +280,7 @@ def charged(client: int, scales: tuple[float, ...], threshold: int, colluding: i
     """The epsilon that the ledger has for one round."""
     sigma = SIGMA * scales[client]
     event = SubsampledGaussian(
-        noise_multiplier=charged_stddev(sigma) / round(sigma / NOISE_MULTIPLIER), sampling_probability=probability
+        noise_multiplier=math.sqrt(sigma**2 - 9) / round(sigma / NOISE_MULTIPLIER), sampling_probability=probability
     )
     weights = dict(enumerate(scales))
     scale = smallest_aggregate_scales(weights, threshold=threshold, colluding=colluding)[client]

@@ -221,6 +221,7 @@ class EmbeddingRequest(ClassifyRequest):
     """`POST /v1/embeddings`."""
 
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
 Asked = CompletionRequest | ChatRequest

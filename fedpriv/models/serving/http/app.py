@@ -176,9 +176,11 @@ class _Routes:
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
         asked = await self._resolved(request, EmbeddingRequest)
-        return JSONResponse(
-            embedded(asked.model, await self._of_texts(request, asked, Embed, Embedded), asked.encoding_format)
-        )
+        found = await self._of_texts(request, asked, Embed, Embedded)
+        if asked.dimensions not in (None, width := found.vectors.shape[1]):
+            message = f"dimensions = {asked.dimensions}: vectors of this model have {width}; leave it out."
+            raise RefusalError(400, message, code="invalid_value", param="dimensions")
+        return JSONResponse(embedded(asked.model, found, asked.encoding_format))
 
     async def _of_texts(
         self, request: Request, asked: ClassifyRequest, wanted: type[Classify | Embed], answer: type[_Of]
