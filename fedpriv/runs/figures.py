@@ -393,8 +393,9 @@ def _charged_again(folder: RunFolder) -> str | None:
     return f"{which} {named} charged more than once: what an interrupted attempt released counts too{above}"
 
 
-def _named_share(found: tuple[str, float]) -> str:
-    return f"{format_percent(found[1])}, {found[0]}"
+def _best_label(folder: RunFolder) -> str:
+    name, _ = best_baseline(folder.summary) or ("none", 0.0)
+    return f"best baseline: {name}, no privacy"
 
 
 def _bought_label(folder: RunFolder) -> str:
@@ -436,7 +437,11 @@ FIGURES: tuple[Figure, ...] = (
     _measured("report", "accuracy", _trained_label("Accuracy")),
     Figure("bought", _bought_label, lambda folder: bought(folder.summary)[0], format_bound, on=_on("report")),
     Figure(
-        "best_baseline", "best baseline, no privacy", lambda f: best_baseline(f.summary), _named_share, on=_on("report")
+        "best_baseline",
+        _best_label,
+        lambda folder: best_baseline(folder.summary),
+        lambda found: format_percent(found[1]),
+        on=_on("report"),
     ),
     _measured("report", "perplexity_non_private", "Without noise (z = 0, still clipped)"),
     _measured("report", "perplexity_initial", "Untrained"),
