@@ -263,7 +263,7 @@ def import_(
     from fedpriv.models.dedup import pipeline
     from fedpriv.models.dedup.algorithms import LOSSLESS
     from fedpriv.models.variants import folders
-    from fedpriv.models.variants.store import Store
+    from fedpriv.models.variants.store import Store, check_name
 
     if public and (ledger or client):
         raise InputError("public: says that nobody's records went into them; leave out --ledger and --client")
@@ -274,6 +274,7 @@ def import_(
     found: dict[str, tuple[Described, str]] = {}
     for path in adapters:
         described, reason = folders.foreign(path, uploads, deltas, model=model)
+        check_name(described.name)
         if described.name in found:
             raise InputError(f"ADAPTER = {str(path)!r}: another is named {described.name!r} too; rename its folder")
         where[described.name], found[described.name] = path, (described, reason)

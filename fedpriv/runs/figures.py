@@ -409,21 +409,16 @@ def _charged_again(folder: RunFolder) -> str | None:
     return f"{which} {named} charged more than once: what an interrupted attempt released counts too{above}"
 
 
+def _best_label(folder: RunFolder) -> str:
+    name, _ = best_baseline(folder.summary) or ("none", 0.0)
+    return f"best baseline: {name}, no privacy"
+
+
 def _bought_label(folder: RunFolder) -> str:
     """Whose epsilon the report leads with, at which delta, and against whom."""
     _, whose, against = bought(folder.summary)
     seeded = ", had its noise been secret" if folder.summary["noise_source"] != "secure" else ""
     return f"ε of {whose} at δ = {format_delta(folder.summary['delta_max'])}, against {against}{seeded}"
-
-
-def _best_label(folder: RunFolder) -> str:
-    found = best_baseline(folder.summary)
-    return f"best baseline: {found[0] if found else ''}, no privacy"
-
-
-def _best(folder: RunFolder) -> float | None:
-    found = best_baseline(folder.summary)
-    return found[1] if found else None
 
 
 def _alone(folder: RunFolder) -> str | None:
@@ -457,7 +452,13 @@ FIGURES: tuple[Figure, ...] = (
     _measured("report", "perplexity", _trained_label("Perplexity")),
     _measured("report", "accuracy", _trained_label("Accuracy")),
     Figure("bought", _bought_label, lambda folder: bought(folder.summary)[0], format_bound, on=_on("report")),
-    Figure("best_baseline", _best_label, _best, format_percent, on=_on("report")),
+    Figure(
+        "best_baseline",
+        _best_label,
+        lambda folder: best_baseline(folder.summary),
+        lambda found: format_percent(found[1]),
+        on=_on("report"),
+    ),
     _measured("report", "perplexity_non_private", "Without noise (z = 0, still clipped)"),
     _measured("report", "perplexity_initial", "Untrained"),
     _measured("report", "accuracy_non_private", "Without noise (z = 0, still clipped)"),

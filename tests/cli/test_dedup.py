@@ -199,6 +199,9 @@ def test_plain_adapters_come_into_a_store_at_what_is_known_of_their_origin(tmp_p
         _, err = fedpriv("dedup", "import", adapters[0], "--store", "w", *wrong, folder=tmp_path, code=2)
         assert err.count("\n") == 1, err
         assert why in err
+    (tmp_path / "adapters" / "task-0").rename(tmp_path / "adapters" / "task 0")
+    two = ["adapters/task-1", "adapters/task 0"]
+    assert "a name has letters" in fedpriv("dedup", "import", *two, "--store", "w", folder=tmp_path, code=2)[1]
     assert not (tmp_path / "w").exists()
 
 

@@ -78,7 +78,7 @@ def test_a_public_run_has_baselines_and_figures_of_its_final_model(paper, tmp_pa
     assert found["baselines"]["num_trained_on"] == found["baselines"]["num_available"] == 192
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Confusion matrix" in page
-    assert "Linear probe" in page
+    assert "Best baseline" in page
 
 
 def test_private_records_train_no_baseline_and_the_comparison_has_none_either(paper, tmp_path):

@@ -132,6 +132,7 @@ def test_no_text_of_a_sweep_can_run_in_a_notebook(tmp_path):
         title=attack,
         plots=(),
         spending=SweepSpending(epsilon=0.0, delta=0.0, num_runs=0),
+        is_finished=False,
         errors={attack: attack},
         _table=pd.DataFrame({attack: [attack], "status": ["failed"]}, index=[attack]),
         _pivot=None,
@@ -153,7 +154,7 @@ def test_a_sweep_that_is_finished_runs_nothing_again(swept, one_round):
     [
         ({"grid": {"rank": 4}}, "grid.rank = 4: must be a list"),
         ({"grid": {"rang": [4]}}, "rang: unknown configuration key"),
-        ({"grid": {"rank": [2, 4]}, "rank": 8}, "rank: grid has runs of several values of it"),
+        ({"grid": {"rank": [2, 4]}, "rank": 8}, "rank = 8: no run of grid has it; there are rank: 2, 4"),
         ({"runs": [{"rank": 2}], "max_parallel": 0}, "max_parallel = 0"),
         ({"grid": {"engine": ["stacked", "flower"]}}, "engine = 'flower'"),
         ({"grid": {"rank": [2, 4]}, "data": "on-nodes", "labels": ["a", "b"]}, "data = 'on-nodes'"),

@@ -356,8 +356,7 @@ class Store:
 
     def _check_new(self, name: str, layout: BlockLayout) -> None:
         self._check_writable()
-        if not _NAME.fullmatch(name):
-            raise InputError(f"model = {name!r}: a name has letters, digits and . _ = + -, 1 to 100 of them")
+        check_name(name)
         if name in self._index.models:
             raise InputError(f"model = {name!r}: stored already; remove it first, or take another name")
         self.check_blocks(name, layout)
@@ -437,6 +436,12 @@ class Store:
             raise StoreError(f"{where}: cannot be used ({error}); the store stays as it was") from None
         except sqlite3.Error as error:
             raise StoreError(f"{self.path / FILE}: damaged ({error})") from None
+
+
+def check_name(name: str) -> None:
+    """Refuse, with an InputError, what cannot be the name of a stored model."""
+    if not _NAME.fullmatch(name):
+        raise InputError(f"model = {name!r}: a name has letters, digits and . _ = + -, 1 to 100 of them")
 
 
 def _rows_file(path: Path, state: State) -> RowFile:

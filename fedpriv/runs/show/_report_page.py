@@ -116,7 +116,7 @@ def render(
             epsilon_local=format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
             epsilon_aggregate=_epsilon_aggregate(summary),
             sums=_sums(run),
-            readers=_readers(summary),
+            readers=readers_label(summary.get("num_readers", 0)),
             earlier=_earlier_runs(summary),
             retired={str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]},
             epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
@@ -169,11 +169,6 @@ def _epsilon_aggregate(summary: Mapping[str, Any]) -> str | None:
     if summary["aggregate_objections"] or "epsilon_aggregate_max" not in summary:
         return None
     return format_epsilon(summary["epsilon_aggregate_max"], summary["delta_max"])
-
-
-def _readers(summary: Mapping[str, Any]) -> str:
-    """The readers that the `aggregate` view protects against; earlier versions did not count them."""
-    return readers_label(summary.get("num_readers", 0))
 
 
 class _RunSums(NamedTuple):
@@ -303,7 +298,7 @@ def _epsilon_panels(run: RunFolder, views: Sequence[str]) -> list[Panel]:
     panels = []
     against = {"local": "against the server", "rho": "by Theorem 1 of DP-LoRA"}
     if _epsilon_aggregate(run.summary):
-        against["aggregate"] = f"against {_readers(run.summary)}, who learn sums alone"
+        against["aggregate"] = f"against {readers_label(run.summary.get('num_readers', 0))}, who learn sums alone"
     for view in (cast("View", view) for view in views if view in against):
         spent, final = final_epsilon_lines(run, view)
         title = f"ε so far, {view} view (upper bounds)"

@@ -46,7 +46,7 @@ class SweepRun:
 
     Attributes:
         key: names its folder.
-        varied: {configuration key: value} of what differs between runs; empty if the folder does not say.
+        varied: {configuration key: value} of what differs between runs.
         state: `waiting`, `failed` or one of `RunStatus.state`.
         status: None as long as there is none.
         perplexity: of a language model after the last round; None if unknown.
@@ -85,8 +85,7 @@ class SweepStatus:
 
 def is_sweep(folder: Path) -> bool:
     """Whether the folder is that of a sweep."""
-    names = (files.SWEEP_PLAN, files.SWEEP_TABLE)
-    return any((folder / name).is_file() for name in names) or bool(_run_folders(folder))
+    return (folder / files.SWEEP_PLAN).is_file()
 
 
 def read_sweep(folder: Path, *, now: float) -> SweepStatus:
@@ -121,7 +120,7 @@ def sweep_table(sweep: SweepStatus) -> TextTable:
 
 
 def _cells(run: SweepRun, *, has_perplexity: bool) -> tuple[str, ...]:
-    name, status = printable(run_name(run.varied) if run.varied else run.key), run.status
+    name, status = printable(run_name(run.varied)), run.status
     if status is None:
         return (name, run.state, *[""] * (6 if has_perplexity else 5))
     planned = "" if status.num_rounds_planned is None else f" of {status.num_rounds_planned}"
@@ -134,10 +133,8 @@ def _cells(run: SweepRun, *, has_perplexity: bool) -> tuple[str, ...]:
 
 
 def _planned(folder: Path) -> tuple[str, dict[str, Mapping[str, Any]]]:
-    """Title and {key: what varies}; of sweeps of earlier versions, only the runs that have begun."""
-    values = files.read_values(folder / files.SWEEP_PLAN, optional=True)
-    if not values:
-        return folder.resolve().name, {path.name: {} for path in _run_folders(folder)}
+    """Title and {key: what varies}."""
+    values = files.read_values(folder / files.SWEEP_PLAN)
     try:
         runs: dict[str, Mapping[str, Any]] = {str(run["key"]): dict(run["varied"]) for run in values["runs"]}
     except (KeyError, TypeError, ValueError) as error:
@@ -148,11 +145,6 @@ def _planned(folder: Path) -> tuple[str, dict[str, Mapping[str, Any]]]:
             f"{folder / files.SWEEP_PLAN}: key = {wrong!r}: must be the name of a run, such as rank-4-1a2b3c4d"
         )
     return str(values.get("title", folder.name)), runs
-
-
-def _run_folders(folder: Path) -> list[Path]:
-    named = (path for path in folder.glob("*") if files.SWEEP_KEY.fullmatch(path.name))
-    return sorted(path for path in named if (path / files.CONFIG).is_file())
 
 
 def _run(folder: Path, key: str, varied: Mapping[str, Any], now: float) -> SweepRun:
