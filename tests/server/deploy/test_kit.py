@@ -273,6 +273,13 @@ def test_a_run_begins_as_planned_with_all_who_are_registered(planned, tmp_path):
         (planned.nodes / f"{client}.pub").touch()
     values = runs.run_values(planned, [])
     assert (values["num_clients"], values["min_clients"]) == (4, 3)  # partition 1 has left
+    for client in (4, 5):
+        (planned.nodes / f"{client}.pub").touch()
+    for number, more in ((4, []), (5, ["colluding_clients=3"]), (3, ["min_clients=3"])):
+        assert runs.run_values(planned, more)["min_clients"] == number, (
+            "one of five may be missing, unless all are needed"
+        )
+    assert runs.run_values(planned, ["secure_aggregation=false"])["min_clients"] == 1
     planned.plan.write_text("rouns = 3\n")
     with pytest.raises(InputError, match="rouns: unknown configuration key"):
         runs.run_values(planned, [])
