@@ -89,7 +89,7 @@ def waiting_run(vault: VaultSettings) -> tuple[dict[str, Scalar], list[str]]:
 def approve_run(vault: VaultSettings, asked: Mapping[str, Scalar]) -> None:
     """Agree to a run with these terms, beside those before; the next request of it is taken."""
     agreed = [dict(asked), *agreed_runs(vault.agreed)]
-    replace_file(vault.agreed, agreed_text(agreed).encode(), owner=owner_for(vault.folder))
+    replace_file(vault.agreed, agreed_text(agreed).encode(), mode=0o600, owner=owner_for(vault.folder))
     vault.waiting.unlink(missing_ok=True)
 
 
@@ -204,7 +204,7 @@ def approve_model(
             f"model = {name!r}: is approved with other files, of digest {old.digest[:16]}...; give --replace, or --name"
         )
     others = tuple(other for other in known if other.name != name)
-    replace_file(vault.models, models_text((*others, model)).encode())
+    replace_file(vault.models, models_text((*others, model)).encode(), mode=0o600, owner=owner_for(vault.folder))
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Approval(model=model, num_bytes=num_bytes, is_new=old is None or old.digest != model.digest)
 

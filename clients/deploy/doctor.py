@@ -45,6 +45,9 @@ def checks(node: Node) -> Iterator[Check]:
     yield separate_users.check_deciding(node)
     if vault.client_user:
         yield Check.of("client_user", lambda: separate_users.checked_way(node))
+    settings = (*node.folder.glob("*.toml"), node.approved)
+    closed = check_files(path for path in settings if path != node.application)
+    yield Check("settings", closed.ok, closed.detail)
     yield check_policy(vault.policy)
     yield check_ledger(vault.ledger)
     if vault.data:

@@ -82,6 +82,9 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
             f"client_user = {name!r}: only root can start the SuperNode as another user; use root, or none"
         )
     node.folder.chmod(_PASSABLE)
+    for path in _read_by_client(node):
+        if path != node.ca_certificate:
+            _let_read(path, client, owner)
     _give(node.flower_home, client)
     key = client_key(node)
     replace_file(key, node.key.read_bytes(), mode=0o600, owner=client)
@@ -158,9 +161,8 @@ def checked_way(node: Node) -> str:
             f"client_user = {client.name!r}: cannot pass through {closed[0]}; run chmod a+x "
             f"{shlex.join(map(str, closed))}, or keep the node elsewhere"
         )
-    for path in _read_by_client(node):
-        if not can_use(client, path):
-            raise InputError(f"client_user = {client.name!r}: cannot read {path}; run chmod a+r {path}")
+    if not can_use(client, path := node.ca_certificate):  # the others that it reads are opened when the node starts
+        raise InputError(f"client_user = {client.name!r}: cannot read {path}; run chmod a+r {path}")
     return f"{client.name} reaches the node's folder, this Python, and the files that it reads"
 
 
@@ -192,6 +194,18 @@ def _check_key(path: Path, kind: Kind) -> Check:
         return Check(path.name, False, f"{path}: is a key `{keys.kind_of(line)}`, must be `{kind}`")
     private = check_private(path)
     return Check(path.name, private.ok, f"{path}: {keys.fingerprint(line)}" if private.ok else private.detail)
+
+
+def _let_read(path: Path, client: User, owner: User) -> None:
+    """Let the group of the SuperNode's user read a file of the node's, and nobody else."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and status.st_uid in (0, owner.uid) and status.st_nlink == 1:
+            os.fchown(file, -1, client.gid)
+            os.fchmod(file, 0o640)
+    finally:
+        os.close(file)
 
 
 def _give(folder: Path, user: User) -> None:

@@ -30,6 +30,9 @@ from server.deploy import certificates
 
 DEFAULT_PORT = 9093
 
+NOT_KEPT = ("flower/*", "cache/*", "metrics/*", "*.log", "*.log.*", "*.tmp/*", ".*", "*/.*")
+"""Files that no backup has: made again, or for a moment alone."""
+
 _PLAN_HEADER = "# The planned run: invitations show it, and `run` adds its own -c to these keys.\n"
 
 
@@ -242,9 +245,9 @@ def make(
         parts = (coordinator.flower_home, coordinator.invitations, coordinator.nodes, coordinator.vaults)
         for part in (*parts, coordinator.runs):
             (new / part.name).mkdir(mode=0o755)
-        write_new(new / coordinator.plan.name, (_PLAN_HEADER + tomli_w.dumps(planned or {})).encode())
-        write_new(new / coordinator.approved.name, b"")
-        write_new(new / "coordinator.toml", tomli_w.dumps(settings).encode())
+        write_new(new / coordinator.plan.name, (_PLAN_HEADER + tomli_w.dumps(planned or {})).encode(), mode=0o600)
+        write_new(new / coordinator.approved.name, b"", mode=0o600)
+        write_new(new / "coordinator.toml", tomli_w.dumps(settings).encode(), mode=0o600)
     coordinator.connect(coordinator.address)  # where nothing answers `flwr`, until `start` says otherwise
     return coordinator
 

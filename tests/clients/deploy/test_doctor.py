@@ -298,7 +298,7 @@ def test_the_runs_that_are_agreed_to_the_one_that_waits_and_the_time_of_replies_
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
-def test_whatever_the_umask_others_read_what_decides_and_change_none_of_it(make_node, umask):
+def test_whatever_the_umask_others_neither_read_nor_change_what_decides(make_node, umask):
     before = os.umask(umask)
     try:
         node = make_node()
@@ -307,7 +307,8 @@ def test_whatever_the_umask_others_read_what_decides_and_change_none_of_it(make_
     modes = {path: path.stat().st_mode & 0o777 for path in node.deciding if path.exists()}
     assert len(modes) == 9, "the folder, six files of settings, the bundles and the certificate"
     assert modes.pop(node.folder) == 0o700
-    assert set(modes.values()) == {0o644}
+    public = {node.application, node.ca_certificate}
+    assert modes == {path: 0o644 if path in public else 0o600 for path in modes}
     assert node.flower_home.stat().st_mode & 0o777 == 0o700
 
 
@@ -315,7 +316,7 @@ def test_whatever_the_umask_others_read_what_decides_and_change_none_of_it(make_
 def test_what_others_could_change_starts_no_supernode_of_another_user_until_the_advice_is_taken(node, which):
     node.vault.peers.mkdir()
     path = node.folder / which
-    path.chmod(0o777 if path.is_dir() else 0o666)
+    path.chmod(0o777 if path.is_dir() else 0o660)
     said = failed(node)["decisions"]
     assert said == f"{path}: others can change it; run chmod go-w {path}"
     with pytest.raises(InputError, match="others can change it"):
