@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tomli_w
+
 from fedpriv.apps import FLOWER_APP
 from fedpriv.config import Scalar
 from fedpriv.errors import InputError
@@ -19,7 +21,6 @@ from fedpriv.holder.vault.settings import (
     ApprovedModel,
     VaultSettings,
     agreed_runs,
-    agreed_text,
     approved_peers,
     differences,
     keys_of_supernodes,
@@ -31,6 +32,8 @@ from fedpriv.operate import approvals
 from fedpriv.operate.joining import Invitation, Member, Roster
 from fedpriv.privacy.accounting.views import num_readers
 from fedpriv.privacy.ledger import keys
+
+_AGREED_HEADER = "# The runs that this node takes part in, as the invitation or `approve-run` had them.\n"
 
 
 def unknown_peers(vault: VaultSettings, roster: Roster, *, replace_old: bool = False) -> list[Member]:
@@ -69,6 +72,11 @@ def approve_peers(vault: VaultSettings, members: Sequence[Member]) -> None:
     vault.peers.mkdir(mode=0o700, exist_ok=True)
     for member in members:
         replace_file(vault.peers / f"{member.partition_id}{PEER_SUFFIX}", f"{member.vault_key}\n".encode())
+
+
+def agreed_text(runs: Sequence[Mapping[str, Scalar]]) -> str:
+    """The content of the file with these terms, the last agreement first."""
+    return _AGREED_HEADER + (tomli_w.dumps({"run": [dict(run) for run in reversed(runs)]}) if runs else "")
 
 
 def waiting_run(vault: VaultSettings) -> tuple[dict[str, Scalar], list[str]]:

@@ -18,14 +18,14 @@ from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from clients.deploy import records
-from clients.deploy.admission import check_survivors
+from clients.deploy.admission import agreed_text, check_survivors
 from clients.deploy.records import Found
 from fedpriv import config
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder, owner_for, replace_file, write_new
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, agreed_text, models_text, terms_of
+from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, models_text, terms_of
 from fedpriv.operate import joining
 from fedpriv.operate.checks import CA_CERTIFICATE, free_port
 from fedpriv.operate.command_line import read_settings, validated

@@ -12,22 +12,24 @@ import shlex
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from clients.deploy import folder
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError
-from fedpriv.files import User, can_use, owner_of, replace_file, user_named
+from fedpriv.files import User, owner_of, replace_file, user_named
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.operate.checks import Check, check_private
-from fedpriv.operate.processes import runs, sees
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.keys import Kind
 
 # Others may pass through a folder of this mode, and see no list of its files.
 _PASSABLE = 0o711
+
+_PROC = Path("/proc")
 
 _PROBE_SECONDS = 120.0
 # It names the first file that it cannot open.
@@ -93,6 +95,18 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
     return users
 
 
+def can_use(user: User, path: Path, *, search: bool = False) -> bool:
+    """Whether a file lets this user read it, or a folder pass through it, were all folders above it open.
+
+    The owner can always change that.
+    """
+    status = path.stat()
+    if user.uid == status.st_uid:
+        return True
+    bits = (stat.S_IXGRP, stat.S_IXOTH) if search else (stat.S_IRGRP, stat.S_IROTH)
+    return bool(status.st_mode & bits[status.st_gid not in user.groups])
+
+
 def client_of(node: Node) -> User:
     """The `client_user` of a node.
 
@@ -130,6 +144,21 @@ def check_keys(node: Node) -> Iterator[Check]:
     yield found
 
 
+def _runs(arguments: Sequence[str], users: Collection[int]) -> bool:
+    """Whether a process of these users has these arguments, one after the other; nobody else's counts as theirs."""
+    wanted = b"\0".join([b"", *(os.fsencode(argument) for argument in arguments), b""])
+    for entry in _PROC.glob("[0-9]*"):
+        with suppress(OSError):
+            if entry.stat().st_uid in users and wanted in (entry / "cmdline").read_bytes():
+                return True
+    return False
+
+
+def _sees(users: Collection[int]) -> bool:
+    """Whether /proc shows this process those of these users, which `hidepid` keeps it from."""
+    return set(users) <= {os.geteuid()} or os.access(_PROC / "1" / "cmdline", os.R_OK)
+
+
 def program(node: Node) -> list[str]:
     """The program to start, without the arguments of Flower's SuperNode; it runs approved bundles only."""
     return [sys.executable, "-m", f"{__package__}.approved_supernode", str(node.approved)]
@@ -138,7 +167,7 @@ def program(node: Node) -> list[str]:
 def is_running(node: Node) -> bool | None:
     """Whether a SuperNode of this node runs, by `start` or as a unit; None if /proc does not show its user's."""
     users = user_ids(node)
-    return runs(program(node)[1:], users) or (False if sees(users) else None)
+    return _runs(program(node)[1:], users) or (False if _sees(users) else None)
 
 
 def user_ids(node: Node) -> set[int]:

@@ -23,7 +23,6 @@ from fedpriv.files import read_text
 from fedpriv.holder.sums import smallest_threshold
 from fedpriv.operate import approvals
 from fedpriv.operate.flower import (
-    CONNECTION,
     environment,
     plain,
     program_folder,
@@ -33,7 +32,7 @@ from fedpriv.privacy.accounting.views import num_readers
 from fedpriv.runs.figures import ABOVE_TARGET, above_target
 from fedpriv.runs.files import CONFIG, SUMMARY, is_finished, run_folder_of
 from fedpriv.runs.show import check_installed
-from server.deploy.folder import Coordinator
+from server.deploy.folder import CONNECTION, Coordinator
 
 COMPLETED = "finished:completed"
 

@@ -13,15 +13,15 @@ import tomli_w
 
 from clients.deploy import doctor, separate_users, supernode
 from clients.deploy.__main__ import app
-from clients.deploy.admission import approve_model
+from clients.deploy.admission import agreed_text, approve_model
 from clients.deploy.folder import Node
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.files import Journal, User
 from fedpriv.holder.vault._charging import NodePolicy, RefusedError, charge, registered_data_set
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.vault.settings import VaultSettings, agreed_text, terms_of
-from fedpriv.operate import approvals, processes
+from fedpriv.holder.vault.settings import VaultSettings, terms_of
+from fedpriv.operate import approvals
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Key
@@ -243,7 +243,7 @@ def test_a_node_that_runs_needs_no_free_port(node, monkeypatch):
 
 def test_what_proc_hides_is_not_taken_for_another_program(node, monkeypatch, tmp_path):
     """With `hidepid`, the processes of the SuperNode's own user are not seen, and the vault says that the node runs."""
-    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    monkeypatch.setattr(separate_users, "_PROC", tmp_path)
     monkeypatch.setattr(separate_users, "user_ids", lambda node: {os.geteuid(), 65534})
     with socket.create_server(("127.0.0.1", node.port)):
         assert "stop the program that uses it" in failed(node)["port"]
