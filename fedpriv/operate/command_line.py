@@ -178,6 +178,9 @@ def back_up(folder: Path, out: Path, *, leaves_out: Collection[str], elsewhere: 
         path.with_name(path.name + suffix) for path in databases for suffix in ("-wal", "-shm", "-journal", ".head")
     }
     with new_folder(out) as new:
+        for inner in folder.iterdir():
+            if inner.is_dir() and not inner.is_symlink():  # also one of which nothing is kept
+                (new / inner.name).mkdir(mode=0o700)
         # A head before its file: it may be behind, and never ahead.
         for path in sorted(names.keys() - left, key=lambda path: (path in databases, path.suffix != ".head", path)):
             copy = new / names[path]

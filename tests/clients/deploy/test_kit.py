@@ -350,4 +350,5 @@ def test_a_backup_of_a_node_in_use_is_a_node_whose_ledger_lacks_nothing(make_nod
         assert restored[name].ok, restored[name]
     assert restored["newest"].detail.startswith("2 charges, none is known that the ledger lacks")
     assert not Node.read(node.folder).vault.tokens.exists()
+    assert node.flower_home.is_dir()
     assert "lies in" in deploy("backup", node.folder, "--out", node.folder / "copy").stderr
