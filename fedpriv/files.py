@@ -345,18 +345,6 @@ def owner_of(path: Path) -> User:
     return _numbered(path.stat().st_uid)
 
 
-def can_use(user: User, path: Path, *, search: bool = False) -> bool:
-    """Whether a file lets this user read it, or a folder pass through it, were all folders above it open.
-
-    The owner can always change that.
-    """
-    status = path.stat()
-    if user.uid == status.st_uid:
-        return True
-    bits = (stat.S_IXGRP, stat.S_IXOTH) if search else (stat.S_IRGRP, stat.S_IROTH)
-    return bool(status.st_mode & bits[status.st_gid not in user.groups])
-
-
 def _numbered(uid: int) -> User:
     """The user with this number; one whom this machine has no name for is in the group of that number alone."""
     try:

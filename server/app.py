@@ -29,7 +29,6 @@ from fedpriv.privacy.ledger.reader import carry_on, keep_names
 from fedpriv.runs import RunWriter, files, marked_alive
 from fedpriv.runs.plan.preflight import check_clients, check_run
 from fedpriv.runs.show import check_installed, tracked_run
-from fedpriv.texts import holder_label
 from server import answers, checkpoint, registry
 from server.affordable import check_affordable
 from server.bookkeeping import announce_budgets
@@ -180,12 +179,13 @@ def _carry_out(
             writer.journal.write("reply_times", round_seconds=config.round_seconds, replies_after=said)
         if resumed:
             gone = [
-                holder_label(client, series.names[client])
+                f"{label_of(nodes, client)}, which has paid epsilon {series.books.epsilon_so_far(client, 'local'):.3g}"
                 for client, (node_id, _) in nodes.items()
                 if node_id == NO_NODE
             ]
-            without = f" without {', '.join(gone)}, skipped until the node registers again" if gone else ""
-            observer.notice(f"the run resumes after round {resumed.round}{without}")
+            without = f" without {'; '.join(gone)}: what is paid stays paid, the others pay as planned" if gone else ""
+            back = ". A node that registers again with the same key is asked again" if gone else ""
+            observer.notice(f"the run resumes after round {resumed.round}{without}{back}")
         outcome = series.run(grid, writer, observer)
         uploads = registry.uploads_in(ledger, series.run_id, series.registrations)
         if config.ledger:
@@ -236,15 +236,16 @@ def _write_report(path: Path) -> None:
 
 def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint | None) -> Nodes:
     """The nodes that take part."""
+    node_keys = Path(config.node_keys) if config.node_keys else None
     nodes = register_nodes(
         grid,
         num_expected=bench.num_clients,
         wait=config.registration_seconds,
-        node_keys=Path(config.node_keys) if config.node_keys else None,
-        may_be_missing=checkpoint.may_be_missing(resumed, config.min_clients) if resumed else (),
+        node_keys=node_keys,
+        may_be_missing=checkpoint.may_be_missing(resumed, config.min_clients, node_keys) if resumed else (),
         secure_aggregation=config.secure_aggregation,
     )
-    return checkpoint.first_registrations(nodes, resumed) if resumed else nodes
+    return checkpoint.first_registrations(nodes, resumed, config.min_clients) if resumed else nodes
 
 
 def _comparison(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +33,12 @@ from fedpriv.learning.adapters import Adapter, Merged, merged_from_tensors, merg
 from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.data.identity import DataDigests
 from fedpriv.learning.training.workbench import Workbench, workbench
+from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import RunWriter, files
-from server.registration import NO_NODE, Nodes, check_same
+from server.registration import NO_NODE, Nodes, check_same, label_of
+
+log = logging.getLogger("flwr")
 
 VERSION = 1
 _KEPT = 2
@@ -309,33 +313,45 @@ def with_choice(config: RunConfig) -> RunConfig:
     return replace(config, **{key: getattr(began, key) for key in RunConfig.keys_with(Fact.BY_TRAIN)})
 
 
-def may_be_missing(resumed: Checkpoint, min_clients: int) -> tuple[int, ...]:
-    """The clients that the run does not wait for: those that it skipped, if the others are enough for a round."""
-    out = {*resumed.skipped, *resumed.retired}
-    num_others = sum(registration.client not in out for registration in resumed.registrations)
-    return resumed.skipped if num_others >= min_clients else ()
+def may_be_missing(resumed: Checkpoint, min_clients: int, node_keys: Path | None = None) -> set[int]:
+    """The clients that the run does not wait for: those that left the federation, whose keys are admitted no more, and
+    those that it skipped, if the others are enough for a round.
+    """
+    clients = {registration.client for registration in resumed.registrations}
+    left = clients - keys.files_of_nodes(node_keys).keys() if node_keys else set[int]()
+    out = {*resumed.skipped, *resumed.retired, *left}
+    return {*resumed.skipped, *left} if len(clients - out) >= min_clients else left
 
 
-def first_registrations(nodes: Nodes, resumed: Checkpoint) -> Nodes:
-    """The nodes with what they register now; those that the run skipped may still be missing.
+def first_registrations(nodes: Nodes, resumed: Checkpoint, min_clients: int = 1) -> Nodes:
+    """The nodes of the run with what they register now; those that are not there get `NO_NODE`.
 
     Each statement is as its node has signed it. A node without a ledger names a new data set with every start, so it
-    keeps what the run began with, which is nobody's to sign but that of its old process, and its new identity.
+    keeps what the run began with, which is nobody's to sign but that of its old process, and its new identity. A node
+    that is new is left out: the run has neither asked nor charged it.
 
     Raises:
-        InputError: a node is missing or new, or registers something else.
+        InputError: fewer than a round needs are there, or one registers something else.
     """
     before = {registration.client: registration for registration in resumed.registrations}
-    missing = set(resumed.skipped) - nodes.keys()
-    if changed := sorted((before.keys() ^ nodes.keys()) - missing):
-        raise InputError(f"partition-id {', '.join(map(str, changed))}: the run that is resumed began with other nodes")
-    for client, (_, now) in nodes.items():
+    if new := sorted(nodes.keys() - before.keys()):
+        named = ", ".join(label_of(nodes, client) for client in new)
+        log.warning("%s: not in the run that is resumed, and not charged; the next run takes new nodes", named)
+    here = {client: nodes[client] for client in before if client in nodes}
+    missing = {client: (NO_NODE, before[client]) for client in before if client not in nodes}
+    if len(here.keys() - resumed.retired.keys()) < min_clients:
+        named = ", ".join(label_of(missing, client) for client in missing)
+        raise InputError(
+            f"min_clients = {min_clients}: the run that is resumed needs as many of the {len(before)} nodes that it "
+            f"began with; missing are {named or 'none, but budgets are spent'}"
+        )
+    for client, (_, now) in here.items():
         check_same(before[client], now)
-    here = {
+    known = {
         client: (node_id, now if now.keeps_replies else replace(before[client], identity=now.identity))
-        for client, (node_id, now) in nodes.items()
+        for client, (node_id, now) in here.items()
     }
-    return dict(sorted({**here, **{client: (NO_NODE, before[client]) for client in missing}}.items()))
+    return dict(sorted({**known, **missing}.items()))
 
 
 def check_data(config: RunConfig, bench: Workbench) -> None:

@@ -87,7 +87,7 @@ def register_nodes(
 
     Args:
         grid: Flower's connection to the nodes.
-        num_expected: how many nodes to wait for.
+        num_expected: how many nodes to wait for, those that may be missing among them.
         wait: seconds to wait for them; after that the run starts with those that registered.
         node_keys: folder with the public key of each node's vault, as PARTITION-ID.pub; None admits every key.
         may_be_missing: partition ids, among those expected, that are not waited for, nor are those that left.

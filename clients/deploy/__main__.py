@@ -25,7 +25,7 @@ from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import approved_peers
 from fedpriv.operate import approvals
 from fedpriv.operate.checks import print_checks
-from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
+from fedpriv.operate.command_line import UnitFolder, back_up, compare, give_units, run_command_line
 from fedpriv.operate.flower import Log, use_proxies
 from fedpriv.operate.joining import Roster, read
 from fedpriv.operate.processes import end_with_parent, only_start
@@ -456,6 +456,22 @@ def metrics(
     if with_parent:
         end_with_parent()
     signal.pause()
+
+
+@app.command()
+def backup(dir_: Folder, out: Annotated[Path, typer.Option(help="New folder, on another disk at best.")]) -> None:
+    """Copy the node's folder, also while it runs: keys, settings, ledger, receipts, approvals, history and events.
+
+    The records, their tokens, Flower's folder and the logs are not in it. To restore it, see `ledger recover`: the node
+    releases nothing as long as its ledger lacks what it has signed since.
+
+    Example: fedpriv node backup ~/node --out /mnt/backup/node-2027-05-03
+    """
+    node = Node.read(dir_)
+    vault = node.vault
+    outside = [path for path in (vault.ledger_file,) if path]
+    number = back_up(node.folder, out, leaves_out=folder.NOT_KEPT, elsewhere=outside)
+    typer.echo(f"{number} files of {node.folder} are in {out}, the private keys too: keep it as closed as the node")
 
 
 @app.command()

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tomli_w
+
 from fedpriv.apps import FLOWER_APP
 from fedpriv.config import Scalar
 from fedpriv.errors import InputError
@@ -19,7 +21,6 @@ from fedpriv.holder.vault.settings import (
     ApprovedModel,
     VaultSettings,
     agreed_runs,
-    agreed_text,
     approved_peers,
     differences,
     keys_of_supernodes,
@@ -31,6 +32,8 @@ from fedpriv.operate import approvals
 from fedpriv.operate.joining import Invitation, Member, Roster
 from fedpriv.privacy.accounting.views import num_readers
 from fedpriv.privacy.ledger import keys
+
+_AGREED_HEADER = "# The runs that this node takes part in, as the invitation or `approve-run` had them.\n"
 
 
 def unknown_peers(vault: VaultSettings, roster: Roster, *, replace_old: bool = False) -> list[Member]:
@@ -71,6 +74,11 @@ def approve_peers(vault: VaultSettings, members: Sequence[Member]) -> None:
         replace_file(vault.peers / f"{member.partition_id}{PEER_SUFFIX}", f"{member.vault_key}\n".encode())
 
 
+def agreed_text(runs: Sequence[Mapping[str, Scalar]]) -> str:
+    """The content of the file with these terms, the last agreement first."""
+    return _AGREED_HEADER + (tomli_w.dumps({"run": [dict(run) for run in reversed(runs)]}) if runs else "")
+
+
 def waiting_run(vault: VaultSettings) -> tuple[dict[str, Scalar], list[str]]:
     """The terms of the run that waits for its operator, and how they differ from those that were agreed to.
 
@@ -89,7 +97,7 @@ def waiting_run(vault: VaultSettings) -> tuple[dict[str, Scalar], list[str]]:
 def approve_run(vault: VaultSettings, asked: Mapping[str, Scalar]) -> None:
     """Agree to a run with these terms, beside those before; the next request of it is taken."""
     agreed = [dict(asked), *agreed_runs(vault.agreed)]
-    replace_file(vault.agreed, agreed_text(agreed).encode(), owner=owner_for(vault.folder))
+    replace_file(vault.agreed, agreed_text(agreed).encode(), mode=0o600, owner=owner_for(vault.folder))
     vault.waiting.unlink(missing_ok=True)
 
 
@@ -206,7 +214,7 @@ def approve_model(
             f"model = {name!r}: is approved with other files, of digest {old.digest[:16]}...; give --replace, or --name"
         )
     others = tuple(other for other in known if other.name != name)
-    replace_file(vault.models, models_text((*others, model)).encode())
+    replace_file(vault.models, models_text((*others, model)).encode(), mode=0o600, owner=owner_for(vault.folder))
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Approval(model=model, num_bytes=num_bytes, is_new=old is None or old.digest != model.digest)
 

@@ -13,7 +13,7 @@ from clients.deploy import records, separate_users, supernode
 from clients.deploy.admission import peers_summary, waiting_run
 from clients.deploy.folder import Node
 from fedpriv.errors import FlowerError, InputError, LedgerError
-from fedpriv.files import can_use, user_named
+from fedpriv.files import user_named
 from fedpriv.holder.vault import history
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, agreed_runs, is_unchanged_model, read_models
@@ -46,6 +46,9 @@ def checks(node: Node) -> Iterator[Check]:
     yield separate_users.check_deciding(node)
     if vault.client_user:
         yield Check.of("client_user", lambda: separate_users.checked_way(node))
+    settings = (*node.folder.glob("*.toml"), node.approved)
+    closed = check_files(path for path in settings if path != node.application)
+    yield Check("settings", closed.ok, closed.detail)
     yield check_policy(vault.policy)
     yield check_ledger(vault.ledger)
     if vault.data:
@@ -306,7 +309,7 @@ def check_files(paths: Iterable[Path], stranger: str = "") -> Check:
         for path in existing:
             if (mode := path.stat().st_mode & 0o777) & 0o007:
                 return Check("files", False, f"{path}: mode {mode:o} lets everybody in; chmod 600 {path}")
-            if user is not None and can_use(user, path):
+            if user is not None and separate_users.can_use(user, path):
                 return Check("files", False, f"{path}: user {stranger} can read it; change its owner, then chmod 600")
     except InputError as error:
         return Check("files", False, str(error))

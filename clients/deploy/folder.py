@@ -18,14 +18,14 @@ from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from clients.deploy import records
-from clients.deploy.admission import check_survivors
+from clients.deploy.admission import agreed_text, check_survivors
 from clients.deploy.records import Found
 from fedpriv import config
 from fedpriv.errors import InputError
 from fedpriv.files import new_folder, owner_for, replace_file, write_new
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, agreed_text, models_text, terms_of
+from fedpriv.holder.vault.settings import NodeLimits, VaultSettings, models_text, terms_of
 from fedpriv.operate import joining
 from fedpriv.operate.checks import CA_CERTIFICATE, free_port
 from fedpriv.operate.command_line import read_settings, validated
@@ -39,6 +39,9 @@ from fedpriv.privacy.ledger.receipts import chains_of
 _LOCAL_PORTS = range(20_000, 30_000)
 
 FILE = "node.toml"
+
+NOT_KEPT = ("tokens.safetensors*", "flower/*", "cache/*", "metrics/*", "working", "*.log", "*.log.*", ".*")
+"""Files that no backup has: made again, for a moment alone, or as telling as the records."""
 
 _NODE_HEADER = (
     "# Where the coordinator is, and ports of this machine. What is done with records stands in vault.toml.\n"
@@ -199,12 +202,12 @@ def make(
         keys.make_key_pair(new / vault.key.name)
         write_new(new / node.application.name, _application(node, new).encode())
         write_new(new / node.ca_certificate.name, invitation.ca.encode())
-        write_new(new / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode())
-        write_new(new / vault_settings.FILE, (_VAULT_HEADER + tomli_w.dumps(_plain(values))).encode())
-        write_new(new / vault.policy.name, policy_text().encode())
-        write_new(new / vault.models.name, models_text(()).encode())
-        write_new(new / vault.agreed.name, agreed_text(agreed).encode())
-        write_new(new / node.approved.name, _APPROVED_HEADER.encode())
+        write_new(new / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode(), mode=0o600)
+        write_new(new / vault_settings.FILE, (_VAULT_HEADER + tomli_w.dumps(_plain(values))).encode(), mode=0o600)
+        write_new(new / vault.policy.name, policy_text().encode(), mode=0o600)
+        write_new(new / vault.models.name, models_text(()).encode(), mode=0o600)
+        write_new(new / vault.agreed.name, agreed_text(agreed).encode(), mode=0o600)
+        write_new(new / node.approved.name, _APPROVED_HEADER.encode(), mode=0o600)
         (new / node.flower_home.name).mkdir(mode=0o700)
         ledger = vault.ledger_file or new / vault.ledger.name
         data_set = records.register(vault, ledger, found) if found else None
@@ -228,9 +231,12 @@ def move(node: Node, invitation: Invitation) -> None:
     connection = config.read(node.folder / FILE) | {"superlink": invitation.superlink}
     validated(Node, connection, vault=node.vault)
     if plan := invitation.plan:
-        replace_file(node.vault.agreed, agreed_text([terms_of(plan)]).encode(), owner=owner_for(node.folder))
+        replace_file(
+            node.vault.agreed, agreed_text([terms_of(plan)]).encode(), mode=0o600, owner=owner_for(node.folder)
+        )
     replace_file(node.ca_certificate, invitation.ca.encode(), owner=owner_for(node.folder))
-    replace_file(node.folder / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode(), owner=owner_for(node.folder))
+    file = (_NODE_HEADER + tomli_w.dumps(connection)).encode()
+    replace_file(node.folder / FILE, file, mode=0o600, owner=owner_for(node.folder))
 
 
 def _application(node: Node, folder: Path) -> str:

@@ -12,22 +12,24 @@ import shlex
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from clients.deploy import folder
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError
-from fedpriv.files import User, can_use, owner_of, replace_file, user_named
+from fedpriv.files import User, owner_of, replace_file, user_named
 from fedpriv.holder.vault import settings as vault_settings
 from fedpriv.operate.checks import Check, check_private
-from fedpriv.operate.processes import runs, sees
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.keys import Kind
 
 # Others may pass through a folder of this mode, and see no list of its files.
 _PASSABLE = 0o711
+
+_PROC = Path("/proc")
 
 _PROBE_SECONDS = 120.0
 # It names the first file that it cannot open.
@@ -82,12 +84,27 @@ def prepared(node: Node, variables: Mapping[str, str]) -> Users:
             f"client_user = {name!r}: only root can start the SuperNode as another user; use root, or none"
         )
     node.folder.chmod(_PASSABLE)
+    for path in _read_by_client(node):
+        if path != node.ca_certificate:
+            _let_read(path, client, owner)
     _give(node.flower_home, client)
     key = client_key(node)
     replace_file(key, node.key.read_bytes(), mode=0o600, owner=client)
     users = Users(vault=owner if owner.uid else None, client=client, key=key, home=node.flower_home)
     _probe(node, client, users.client_variables(variables))
     return users
+
+
+def can_use(user: User, path: Path, *, search: bool = False) -> bool:
+    """Whether a file lets this user read it, or a folder pass through it, were all folders above it open.
+
+    The owner can always change that.
+    """
+    status = path.stat()
+    if user.uid == status.st_uid:
+        return True
+    bits = (stat.S_IXGRP, stat.S_IXOTH) if search else (stat.S_IRGRP, stat.S_IROTH)
+    return bool(status.st_mode & bits[status.st_gid not in user.groups])
 
 
 def client_of(node: Node) -> User:
@@ -127,6 +144,21 @@ def check_keys(node: Node) -> Iterator[Check]:
     yield found
 
 
+def _runs(arguments: Sequence[str], users: Collection[int]) -> bool:
+    """Whether a process of these users has these arguments, one after the other; nobody else's counts as theirs."""
+    wanted = b"\0".join([b"", *(os.fsencode(argument) for argument in arguments), b""])
+    for entry in _PROC.glob("[0-9]*"):
+        with suppress(OSError):
+            if entry.stat().st_uid in users and wanted in (entry / "cmdline").read_bytes():
+                return True
+    return False
+
+
+def _sees(users: Collection[int]) -> bool:
+    """Whether /proc shows this process those of these users, which `hidepid` keeps it from."""
+    return set(users) <= {os.geteuid()} or os.access(_PROC / "1" / "cmdline", os.R_OK)
+
+
 def program(node: Node) -> list[str]:
     """The program to start, without the arguments of Flower's SuperNode; it runs approved bundles only."""
     return [sys.executable, "-m", f"{__package__}.approved_supernode", str(node.approved)]
@@ -135,7 +167,7 @@ def program(node: Node) -> list[str]:
 def is_running(node: Node) -> bool | None:
     """Whether a SuperNode of this node runs, by `start` or as a unit; None if /proc does not show its user's."""
     users = user_ids(node)
-    return runs(program(node)[1:], users) or (False if sees(users) else None)
+    return _runs(program(node)[1:], users) or (False if _sees(users) else None)
 
 
 def user_ids(node: Node) -> set[int]:
@@ -158,9 +190,8 @@ def checked_way(node: Node) -> str:
             f"client_user = {client.name!r}: cannot pass through {closed[0]}; run chmod a+x "
             f"{shlex.join(map(str, closed))}, or keep the node elsewhere"
         )
-    for path in _read_by_client(node):
-        if not can_use(client, path):
-            raise InputError(f"client_user = {client.name!r}: cannot read {path}; run chmod a+r {path}")
+    if not can_use(client, path := node.ca_certificate):  # the others that it reads are opened when the node starts
+        raise InputError(f"client_user = {client.name!r}: cannot read {path}; run chmod a+r {path}")
     return f"{client.name} reaches the node's folder, this Python, and the files that it reads"
 
 
@@ -192,6 +223,18 @@ def _check_key(path: Path, kind: Kind) -> Check:
         return Check(path.name, False, f"{path}: is a key `{keys.kind_of(line)}`, must be `{kind}`")
     private = check_private(path)
     return Check(path.name, private.ok, f"{path}: {keys.fingerprint(line)}" if private.ok else private.detail)
+
+
+def _let_read(path: Path, client: User, owner: User) -> None:
+    """Let the group of the SuperNode's user read a file of the node's, and nobody else."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and status.st_uid in (0, owner.uid) and status.st_nlink == 1:
+            os.fchown(file, -1, client.gid)
+            os.fchmod(file, 0o640)
+    finally:
+        os.close(file)
 
 
 def _give(folder: Path, user: User) -> None:

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import getproxies
 
-from cryptography import x509
-
 from fedpriv.errors import FlowerError, InputError, LedgerError
 from fedpriv.files import software
 
@@ -128,16 +126,15 @@ def check_server(host: str, port: int, ca: Path) -> Iterator[Check]:
 
 def check_tls(host: str, port: int, ca: Path) -> Check:
     """Whether a server with a certificate from this authority, valid for this host, answers at the address."""
-    where = f"{host}:{port}"
-    if (context := _context(ca)) is None:
-        return Check("tls", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
-    try:
-        until = sight_of_server(host, port, context).valid_until
-    except OSError as error:
-        return Check("tls", False, f"{where}: {_no_answer(error, host)}{_by_proxy()}")
-    return Check(
-        "tls", True, f"{where}: certificate valid until {datetime.fromtimestamp(until, UTC):%Y-%m-%d %H:%M} UTC"
-    )
+
+    def valid() -> str:
+        try:
+            until = sight_of_server(host, port, _context(ca)).valid_until
+        except OSError as error:
+            raise InputError(f"{host}:{port}: {_no_answer(error, host)}{_by_proxy()}") from None
+        return f"{host}:{port}: certificate valid until {datetime.fromtimestamp(until, UTC):%Y-%m-%d %H:%M} UTC"
+
+    return Check.of("tls", valid)
 
 
 def _no_answer(error: OSError, host: str) -> str:
@@ -184,18 +181,20 @@ def _url(host: str, port: int, path: str = "/") -> str:
 
 def _check_clock(host: str, port: int, ca: Path, tolerance_seconds: float = 5) -> Check:
     """Whether this machine's clock agrees with that of the server, whose responses are dated to the second."""
-    if (context := _context(ca)) is None:
-        return Check("clock", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
-    try:
-        offset = sight_of_server(host, port, context).clock_offset
-    except OSError:
-        return Check("clock", False, f"{host}:{port}: sent no date; see the TLS check")
-    if offset is None:
-        return Check("clock", False, f"{host}:{port}: sent no date; is this the SuperLink's port?")
-    detail = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} {host}"
-    if abs(offset) > tolerance_seconds:
-        return Check("clock", False, f"{detail}: must be within {tolerance_seconds:g} s; set the clock by NTP")
-    return Check("clock", True, detail)
+
+    def apart() -> str:
+        try:
+            offset = sight_of_server(host, port, _context(ca)).clock_offset
+        except OSError:
+            raise InputError(f"{host}:{port}: sent no date; see the TLS check") from None
+        if offset is None:
+            raise InputError(f"{host}:{port}: sent no date; is this the SuperLink's port?")
+        detail = f"{abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} {host}"
+        if abs(offset) > tolerance_seconds:
+            raise InputError(f"{detail}: must be within {tolerance_seconds:g} s; set the clock by NTP")
+        return detail
+
+    return Check.of("clock", apart)
 
 
 @dataclass(frozen=True)
@@ -236,17 +235,18 @@ def _check_door(host: str, port: int, ca: Path) -> Check:
     Each request is one of Flower's without content, so that it changes nothing where it is let in. A coordinator's door
     answers it with status 404 and no body; Flower itself says more whenever it refuses.
     """
-    if (context := _context(ca)) is None:
-        return Check("door", False, f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt")
     let_in, kind = [], {"Content-Type": "application/protobuf"}
-    for name, (method, path) in _OPERATORS_REQUESTS.items():
-        try:
+    try:
+        context = _context(ca)
+        for name, (method, path) in _OPERATORS_REQUESTS.items():
             with _client(context) as client:
                 response = client.request(method, _url(host, port, path), content=b"", headers=kind)
-        except OSError:
-            return Check("door", False, f"{host}:{port}: gave no answer to {name}; see the TLS check")
-        if (response.status_code, response.content) != (404, b""):
-            let_in.append(name)
+            if (response.status_code, response.content) != (404, b""):
+                let_in.append(name)
+    except InputError as error:
+        return Check("door", False, str(error))
+    except OSError:
+        return Check("door", False, f"{host}:{port}: gave no answer to {name}; see the TLS check")
     if let_in:
         detail = f"OPEN TO STRANGERS: {', '.join(let_in)}; end it, and start it with `start`"
         return Check("door", False, f"{host}:{port}: {detail}")
@@ -302,26 +302,12 @@ def check_disk(path: Path, min_bytes: int) -> Check:
     return Check("disk", True, detail)
 
 
-def read_certificate(path: Path) -> x509.Certificate:
-    """The certificate in a file.
-
-    Raises:
-        InputError: the file is missing or is not a certificate.
-    """
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"certificate = {path}: {error.strerror}; give a PEM file") from None
-    except ValueError:
-        raise InputError(f"certificate = {path}: must be a certificate in PEM format") from None
-
-
-def _context(ca: Path) -> ssl.SSLContext | None:
-    """A context that trusts only this authority; None if its file cannot be used."""
+def _context(ca: Path) -> ssl.SSLContext:
+    """A context that trusts only this authority; InputError if its file cannot be used."""
     try:
         return ssl.create_default_context(cafile=str(ca))
     except OSError:
-        return None
+        raise InputError(f"ca = {ca}: is missing or not a certificate; use the coordinator's ca.crt") from None
 
 
 def _certificate_error(error: ssl.SSLCertVerificationError, host: str) -> str:

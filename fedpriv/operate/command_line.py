@@ -7,9 +7,13 @@ need.
 from __future__ import annotations
 
 import re
+import shutil
+import sqlite3
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,8 +22,9 @@ from pydantic import ValidationError
 
 from fedpriv import config
 from fedpriv.errors import FlowerError, InputError, LedgerError
-from fedpriv.files import write_new
+from fedpriv.files import new_folder, write_new
 from fedpriv.operate.processes import UTF8
+from fedpriv.privacy.ledger import reader
 from fedpriv.texts import VERSION, escape_what_a_terminal_lacks, printable
 
 Settings = TypeVar("Settings")
@@ -27,6 +32,8 @@ Settings = TypeVar("Settings")
 # Those below are root's.
 _FIRST_FREE_PORT = 1024
 _CAPABILITIES = "CapabilityBoundingSet", "AmbientCapabilities"
+
+_SQLITE = b"SQLite format 3\0"
 
 UnitFolder = Annotated[Path | None, typer.Option("--out", help="Folder for the files; without it they are printed.")]
 
@@ -141,6 +148,59 @@ def compare(told: Collection[str], asked: Mapping[str, str], known: Collection[s
                 raise InputError(f"--fingerprint: let {who} read it to you; here it is {own}")
         elif not typer.confirm(f"Does {who} read you {own}?"):
             raise InputError(f"{who}: is not confirmed, so nothing is done; ask for the file again")
+
+
+def back_up(folder: Path, out: Path, *, leaves_out: Collection[str], elsewhere: Collection[Path] = ()) -> int:
+    """Copy a kit's folder, also while it is in use, into a new one for its owner alone; return the number of files.
+
+    What tells of charges is copied before the ledgers, so that no copy of these lacks what the others show.
+
+    Args:
+        folder: of a node or coordinator.
+        out: the new folder.
+        leaves_out: patterns of paths within the folder, such as `*.log*`; of a folder, all that is in it goes.
+        elsewhere: files outside of the folder, which stand in the copy by their names.
+
+    Raises:
+        InputError: out exists, or lies in the folder.
+        LedgerError: a ledger is broken.
+    """
+    if out.absolute().is_relative_to(folder.absolute()):
+        raise InputError(f"--out = {out}: lies in {folder}; give a folder elsewhere, on another disk at best")
+    names = {
+        path: str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.is_symlink()
+    }
+    names = {path: name for path, name in names.items() if not any(fnmatch(name, each) for each in leaves_out)}
+    names |= {path: path.name for path in elsewhere if path.is_file()}
+    databases = set(filter(_is_database, names))
+    # Those of a database's own: its copy has a head of its own, and what its log holds.
+    left = {
+        path.with_name(path.name + suffix) for path in databases for suffix in ("-wal", "-shm", "-journal", ".head")
+    }
+    with new_folder(out) as new:
+        for inner in folder.iterdir():
+            if inner.is_dir() and not inner.is_symlink():  # also one of which nothing is kept
+                (new / inner.name).mkdir(mode=0o700)
+        # A head before its file: it may be behind, and never ahead.
+        for path in sorted(names.keys() - left, key=lambda path: (path in databases, path.suffix != ".head", path)):
+            copy = new / names[path]
+            copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path in databases and path.with_name(f"{path.name}.head").exists():
+                with reader.reading(path) as db:
+                    reader.write_copy(db, copy)
+            elif path in databases:
+                with closing(sqlite3.connect(path)) as db, closing(sqlite3.connect(copy)) as target:
+                    db.backup(target)
+                copy.chmod(0o600)
+            else:
+                with suppress(FileNotFoundError):  # deleted meanwhile, as older checkpoints are
+                    shutil.copy2(path, copy)
+    return len(names.keys() - left)
+
+
+def _is_database(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_SQLITE)) == _SQLITE
 
 
 def give_units(units: Sequence[Unit], out: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import os
 import re
@@ -17,14 +16,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from fedpriv.errors import FlowerError
 from fedpriv.files import User
 from fedpriv.operate.checks import LOOPBACK
 from fedpriv.operate.processes import UTF8, signals_handled_by, start_child
-
-CONNECTION = "federation"
-
-_ANSWER_SECONDS = 120.0
 
 # Flower colours its log, even where no terminal shows it.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -151,44 +145,6 @@ def program_folder() -> Path:
     return Path(sys.executable).parent
 
 
-def flwr(home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any]:
-    """The answer of `flwr ARGUMENTS --format json`.
-
-    Args:
-        home: Flower's own folder, with its connections.
-
-    Raises:
-        FlowerError: it reports a failure, or does not answer in time.
-    """
-    command = [str(program_folder() / "flwr"), *arguments, "--format", "json"]
-    # Rich wraps at the terminal's width, which would split a long reason.
-    variables = environment(home, COLUMNS="10000", NO_COLOR="1")
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=variables,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_ANSWER_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise FlowerError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS:g} s") from None
-    return _answer(done.stdout, done.stderr, arguments)
-
-
-def _answer(stdout: str, stderr: str, arguments: Sequence[str]) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = json.loads(stdout[stdout.index("{") :])
-    except ValueError:
-        raise FlowerError(f"flwr {arguments[0]}: {_one_line(stderr or stdout) or 'no answer'}") from None
-    if not answer.get("success"):
-        raise FlowerError(f"flwr {arguments[0]}: {_one_line(str(answer.get('error-message', answer)))}")
-    return answer
-
-
 def _run_in_foreground(
     command: Sequence[str],
     *,
@@ -275,12 +231,6 @@ class _SignalForwarder:
         self._child = child
         for number in self.received:
             child.send_signal(number)
-
-
-def _one_line(text: str) -> str:
-    """The reason, without the lines in which flwr announces what it is about to do."""
-    lines = [line.strip() for line in text.splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith("Using SuperLink:") and line[-3:] != "...")
 
 
 def seconds_to_pause(waited: float, *, shortest: float, longest: float) -> float:

@@ -111,21 +111,6 @@ def _end_all(folder: Path, mark: str, users: Collection[int], say: Callable[[str
         time.sleep(_LOOK_SECONDS)
 
 
-def runs(arguments: Sequence[str], users: Collection[int]) -> bool:
-    """Whether a process of these users has these arguments, one after the other; nobody else's counts as theirs."""
-    wanted = b"\0".join([b"", *(os.fsencode(argument) for argument in arguments), b""])
-    for entry in _PROC.glob("[0-9]*"):
-        with suppress(OSError):
-            if entry.stat().st_uid in users and wanted in (entry / "cmdline").read_bytes():
-                return True
-    return False
-
-
-def sees(users: Collection[int]) -> bool:
-    """Whether /proc shows this process those of these users, which `hidepid` keeps it from."""
-    return set(users) <= {os.geteuid()} or os.access(_PROC / "1" / "cmdline", os.R_OK)
-
-
 def _marked(mark: str, users: Collection[int]) -> list[int]:
     """The numbers of the processes with this mark, in the order in which they were started."""
     found = [int(entry.name) for entry in _PROC.glob("[0-9]*") if _is_marked(int(entry.name), mark, users)]

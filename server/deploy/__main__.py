@@ -14,7 +14,7 @@ import typer
 from fedpriv.errors import InputError
 from fedpriv.files import read_text
 from fedpriv.operate.checks import check_tls, print_checks
-from fedpriv.operate.command_line import UnitFolder, compare, give_units, run_command_line
+from fedpriv.operate.command_line import UnitFolder, back_up, compare, give_units, run_command_line
 from fedpriv.operate.flower import Log, use_proxies
 from fedpriv.privacy.ledger import keys
 from server.deploy import certificates, membership, runs, superlink
@@ -107,6 +107,22 @@ def start(folder: Folder) -> None:
     Example: fedpriv coordinator start ~/federation
     """
     raise typer.Exit(superlink.start(Coordinator.read(folder), Log(typer.echo)))
+
+
+@app.command()
+def backup(folder: Folder, out: Annotated[Path, typer.Option(help="New folder, on another disk at best.")]) -> None:
+    """Copy the coordinator's folder, also while it runs: certificates, keys, nodes, Flower's state, runs and ledgers.
+
+    To restore it, put it in the folder's place and `start`; nodes find it at its address, or after `move`.
+
+    Example: fedpriv coordinator backup ~/federation --out /mnt/backup/federation-2027-05-03
+    """
+    coordinator = Coordinator.read(folder)
+    ledger = str(coordinator.planned.get("ledger") or "")
+    elsewhere = [Path(ledger + suffix) for suffix in ("", ".receipts") if ledger]
+    outside = [path for path in elsewhere if not path.is_relative_to(coordinator.folder)]
+    number = back_up(coordinator.folder, out, leaves_out=folders.NOT_KEPT, elsewhere=outside)
+    typer.echo(f"{number} files of {coordinator.folder} are in {out}, the keys too: keep it as closed")
 
 
 @app.command()

@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file, write_new
-from fedpriv.operate.checks import CA_CERTIFICATE, LOOPBACK, read_certificate
+from fedpriv.operate.checks import CA_CERTIFICATE, LOOPBACK
 
 CA_KEY = "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.crt", "server.key"
@@ -37,6 +37,20 @@ _CLOCK_ALLOWANCE = timedelta(hours=1)
 _WARN_BEFORE = timedelta(days=14)
 
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """The certificate in a file.
+
+    Raises:
+        InputError: the file is missing or is not a certificate.
+    """
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"certificate = {path}: {error.strerror}; give a PEM file") from None
+    except ValueError:
+        raise InputError(f"certificate = {path}: must be a certificate in PEM format") from None
 
 
 def make_ca(folder: Path, days: int, *, passphrase: str = "", not_before: datetime | None = None) -> None:

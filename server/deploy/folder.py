@@ -7,7 +7,9 @@ other what its vault says.
 from __future__ import annotations
 
 import ipaddress
+import json
 import socket
+import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,16 +21,23 @@ from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from fedpriv import config
-from fedpriv.errors import InputError
+from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import new_folder, read_text, replace_file, write_new
 from fedpriv.operate.checks import CA_CERTIFICATE
 from fedpriv.operate.command_line import read_settings, validated
-from fedpriv.operate.flower import CONNECTION, flwr
+from fedpriv.operate.flower import environment, program_folder
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.keys import Kind
 from server.deploy import certificates
 
 DEFAULT_PORT = 9093
+
+CONNECTION = "federation"
+
+_ANSWER_SECONDS = 120.0
+
+NOT_KEPT = ("flower/*", "cache/*", "metrics/*", "*.log", "*.log.*", "*.tmp/*", ".*", "*/.*")
+"""Files that no backup has: made again, or for a moment alone."""
 
 _PLAN_HEADER = "# The planned run: invitations show it, and `run` adds its own -c to these keys.\n"
 
@@ -214,6 +223,50 @@ class Coordinator:
         return keys.files_of_nodes(folder)
 
 
+def flwr(home: Path, arguments: Sequence[str], *, folder: Path) -> dict[str, Any]:
+    """The answer of `flwr ARGUMENTS --format json`.
+
+    Args:
+        home: Flower's own folder, with its connections.
+
+    Raises:
+        FlowerError: it reports a failure, or does not answer in time.
+    """
+    command = [str(program_folder() / "flwr"), *arguments, "--format", "json"]
+    # Rich wraps at the terminal's width, which would split a long reason.
+    variables = environment(home, COLUMNS="10000", NO_COLOR="1")
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise FlowerError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS:g} s") from None
+    return _answer(done.stdout, done.stderr, arguments)
+
+
+def _answer(stdout: str, stderr: str, arguments: Sequence[str]) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(stdout[stdout.index("{") :])
+    except ValueError:
+        raise FlowerError(f"flwr {arguments[0]}: {_one_line(stderr or stdout) or 'no answer'}") from None
+    if not answer.get("success"):
+        raise FlowerError(f"flwr {arguments[0]}: {_one_line(str(answer.get('error-message', answer)))}")
+    return answer
+
+
+def _one_line(text: str) -> str:
+    """The reason, without the lines in which flwr announces what it is about to do."""
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith("Using SuperLink:") and line[-3:] != "...")
+
+
 def make(
     folder: Path,
     *,
@@ -250,9 +303,9 @@ def make(
         parts = (coordinator.flower_home, coordinator.invitations, coordinator.nodes, coordinator.vaults)
         for part in (*parts, coordinator.runs):
             (new / part.name).mkdir(mode=0o755)
-        write_new(new / coordinator.plan.name, (_PLAN_HEADER + tomli_w.dumps(planned or {})).encode())
-        write_new(new / coordinator.approved.name, b"")
-        write_new(new / "coordinator.toml", tomli_w.dumps(settings).encode())
+        write_new(new / coordinator.plan.name, (_PLAN_HEADER + tomli_w.dumps(planned or {})).encode(), mode=0o600)
+        write_new(new / coordinator.approved.name, b"", mode=0o600)
+        write_new(new / "coordinator.toml", tomli_w.dumps(settings).encode(), mode=0o600)
     coordinator.connect(coordinator.address)  # where nothing answers `flwr`, until `start` says otherwise
     return coordinator
 

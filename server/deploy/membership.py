@@ -19,11 +19,10 @@ from fedpriv.files import read_text, replace_file, software
 from fedpriv.learning import adapters
 from fedpriv.operate import approvals, joining
 from fedpriv.operate.command_line import validated
-from fedpriv.operate.flower import CONNECTION
 from fedpriv.operate.joining import Application, Invitation, Member, Roster
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.keys import NODE, VAULT, Kind, fingerprint
-from server.deploy.folder import Coordinator
+from server.deploy.folder import CONNECTION, Coordinator
 
 # What Flower answers to who registers a key again, and to who takes out a node that is out.
 _IN_USE, _GONE = "Public key already in use", "not found"

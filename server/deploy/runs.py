@@ -20,22 +20,25 @@ from fedpriv import config as configuration
 from fedpriv.apps import FLOWER_APP
 from fedpriv.errors import FlowerError
 from fedpriv.files import read_text
+from fedpriv.holder.sums import smallest_threshold
 from fedpriv.operate import approvals
 from fedpriv.operate.flower import (
-    CONNECTION,
     environment,
     plain,
     program_folder,
 )
 from fedpriv.operate.processes import signals_handled_by
+from fedpriv.privacy.accounting.views import num_readers
 from fedpriv.runs.figures import ABOVE_TARGET, above_target
 from fedpriv.runs.files import CONFIG, SUMMARY, is_finished, run_folder_of
 from fedpriv.runs.show import check_installed
-from server.deploy.folder import Coordinator
+from server.deploy.folder import CONNECTION, Coordinator
 
 COMPLETED = "finished:completed"
 
 _POLL_SECONDS = 3.0
+# Nodes from which on a masked sum does without one of them.
+_SPARES_ONE = 4
 _MAX_FAILED_POLLS = 20
 
 
@@ -56,6 +59,9 @@ def run(coordinator: Coordinator, overrides: Sequence[str], say: Callable[[str],
     values = run_values(coordinator, overrides)
     if not values.get("resume") and (why := configuration.why_recipe(coordinator.planned | given(overrides))):
         say(why)
+    if values["secure_aggregation"]:
+        number = len(coordinator.registered())
+        say(f"a sum needs {values['min_clients']} of {number} nodes (min_clients); with fewer the run stops")
     run_id = _submit(coordinator, values, say)
     say(f"run {run_id} writes {values['out']}")
     try:
@@ -98,7 +104,11 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
     if values.get("resume"):
         original = configuration.read(run_folder_of(Path(values["resume"])) / CONFIG)
     else:
-        original = _known_nodes(coordinator) | coordinator.planned
+        known = coordinator.registered()
+        original = ({"num_clients": max(known) + 1} if known else {}) | coordinator.planned
+        chosen = {**original, **values}
+        if known and chosen.get("secure_aggregation") is True and "min_clients" not in chosen:
+            original["min_clients"] = _needed(coordinator, int(chosen.get("colluding_clients", 0)))
     config = configuration.parse({**defaults, **original, **values})
     check_installed(config.track)
     return configuration.to_flower(config)
@@ -118,14 +128,14 @@ def given(overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _known_nodes(coordinator: Coordinator) -> dict[str, Any]:
-    """The places of the registered nodes, and, where one has left a place empty, that a masked sum needs all others."""
-    known = coordinator.registered()
-    if not known:
-        return {}
-    places = max(known) + 1
-    sums = coordinator.planned.get("secure_aggregation") is True
-    return {"num_clients": places, **({"min_clients": len(known)} if sums and places > len(known) else {})}
+def _needed(coordinator: Coordinator, colluding: int) -> int:
+    """The least uploads of a masked sum, unless the operator says: all or, from four nodes on, one less.
+
+    So one node may leave without ending the federation's runs. Where more may collude, all may be needed.
+    """
+    number = len(coordinator.registered())
+    least = max(num_readers(colluding) + 2, smallest_threshold(number, colluding))
+    return number - 1 if number >= _SPARES_ONE and number - 1 >= least else number
 
 
 def _summary(folder: Path) -> dict[str, Any]:

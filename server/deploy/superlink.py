@@ -29,7 +29,6 @@ from fedpriv.operate.checks import (
 )
 from fedpriv.operate.command_line import Unit, unit_name
 from fedpriv.operate.flower import (
-    CONNECTION,
     Log,
     environment,
     python_path,
@@ -38,7 +37,7 @@ from fedpriv.operate.flower import (
 from fedpriv.operate.processes import only_start
 from fedpriv.privacy.ledger.keys import VAULT
 from server.deploy import certificates, metrics
-from server.deploy.folder import Coordinator
+from server.deploy.folder import CONNECTION, Coordinator
 
 # How many nodes are online is asked when the log says that one came or went, and for those that vanish after this time.
 _UNTOLD_SECONDS = 30.0

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from clients.deploy import doctor, separate_users
-from fedpriv.files import User, can_use
+from fedpriv.files import User
 from fedpriv.operate import checks
 from fedpriv.operate.checks import Check
 from fedpriv.privacy.ledger import keys
@@ -193,9 +193,9 @@ def test_who_can_use_a_file(tmp_path, mode, owner, member, stranger):
     file.chmod(mode)
     status = file.stat()
     others = status.st_uid + 1
-    assert can_use(User("owner", status.st_uid, 1, ()), file) is owner
-    assert can_use(User("member", others, 1, (1, status.st_gid)), file) is member
-    assert can_use(User("stranger", others, status.st_gid + 1, (status.st_gid + 1,)), file) is stranger
+    assert separate_users.can_use(User("owner", status.st_uid, 1, ()), file) is owner
+    assert separate_users.can_use(User("member", others, 1, (1, status.st_gid)), file) is member
+    assert separate_users.can_use(User("stranger", others, status.st_gid + 1, (status.st_gid + 1,)), file) is stranger
 
 
 def test_key_must_be_its_owners_alone(tmp_path):

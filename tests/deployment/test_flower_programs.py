@@ -11,6 +11,7 @@ import pytest
 from clients.deploy.folder import _split_address
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.operate import flower
+from server.deploy import folder
 from server.deploy.folder import _join_address
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ def test_flowers_own_exit_code_is_read_from_its_log():
 def test_flwr_that_fails_is_one_line(tmp_path):
     (tmp_path / "config.toml").write_text("[superlink]\n")
     with pytest.raises(FlowerError, match="flwr ls: ") as caught:
-        flower.flwr(tmp_path, ["ls", "federation"], folder=tmp_path)
+        folder.flwr(tmp_path, ["ls", "federation"], folder=tmp_path)
     assert "\n" not in str(caught.value)
 
 

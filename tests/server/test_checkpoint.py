@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -22,6 +23,8 @@ from fedpriv.runs import files
 from server import checkpoint
 from server.checkpoint import Checkpoint, first_registrations, read_last, write
 from server.observer import LogObserver
+from server.registration import NO_NODE
+from server.round import Absences
 from simulations import __main__ as command
 from simulations.engines import federation
 from tests.cli.command_line import as_json
@@ -307,3 +310,40 @@ def test_a_checkpoint_without_its_registrations_is_damaged(tmp_path):
     (tmp_path / "checkpoint" / "round-000003" / "registrations.json").unlink()
     with pytest.raises(InputError, match="round-000003: damaged: No such file"):
         read_last(tmp_path, INITIAL)
+
+
+def began(*clients: int, **state) -> SimpleNamespace:
+    """What a checkpoint knows of the clients of its run."""
+    known = tuple(
+        Registration(client=c, num_records=10, name=f"site {c}", data_set=f"d{c}", keeps_replies=True) for c in clients
+    )
+    return SimpleNamespace(registrations=known, **{"retired": {}, "skipped": (), **state})
+
+
+def there(*clients: int) -> dict:
+    return {each.client: (100 + each.client, each) for each in began(*clients).registrations}
+
+
+@pytest.mark.parametrize(("here", "gone"), [((0, 1, 2), ()), ((0, 2), (1,)), ((0, 1), (2,)), ((0, 2, 7), (1,))])
+def test_a_run_goes_on_with_those_who_are_there_and_knows_the_others_by_name(here, gone):
+    """One left, another joined, or both; the one that is new was never asked, and is not now."""
+    nodes = checkpoint.first_registrations(there(*here), began(0, 1, 2), min_clients=2)
+    assert list(nodes) == [0, 1, 2]
+    assert [client for client, (node_id, _) in nodes.items() if node_id == NO_NODE] == list(gone)
+    assert Absences(nodes).skipped == list(gone), "who is not there is not asked, and so not charged"
+
+
+@pytest.mark.parametrize("retired", [{}, {0: "its budget is spent"}])
+def test_a_run_that_too_few_are_left_of_says_who_is_missing(retired):
+    needed = 3 - len(retired)
+    missing = rf"min_clients = {needed}: the run .* needs as many of the 3 nodes .* missing are site 1 \(1\)"
+    with pytest.raises(InputError, match=missing):
+        checkpoint.first_registrations(there(0, 2), began(0, 1, 2, retired=retired), min_clients=needed)
+
+
+def test_nobody_waits_for_whose_key_is_admitted_no_more_even_of_the_last_partition(tmp_path):
+    for client in (0, 1):
+        keys.make_key_pair(tmp_path / str(client))
+    assert checkpoint.may_be_missing(began(0, 1, 2, skipped=(1,)), 1, tmp_path) == {1, 2}
+    assert checkpoint.may_be_missing(began(0, 1, 2, skipped=(1,)), 2, tmp_path) == {2}, "the skipped one is needed"
+    assert checkpoint.may_be_missing(began(0, 1, 2), 1) == set()

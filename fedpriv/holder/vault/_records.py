@@ -44,8 +44,6 @@ from fedpriv.privacy.ledger.entries import DataSet
 
 log = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
 # Part of every key: another version of this file's code ignores what this one wrote.
 _FORMAT = 1
 # The length of a record that the tokenizer refuses.

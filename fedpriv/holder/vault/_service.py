@@ -36,8 +36,6 @@ from fedpriv.files import replace_file, sync_folder, user_named
 from fedpriv.holder.vault.settings import CLOSED, VaultSettings
 from fedpriv.holder.wire.frame import FAILED, REFUSED, FrameError, Request, Response, peer_uid, receive
 
-log = logging.getLogger(__name__)
-
 _REASON = "a process of its vault was ended or killed while it worked on records"
 
 log = logging.getLogger(__name__)

@@ -343,10 +343,8 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     )
 
 
-def _tell_charged(
-    decoded: _Decoded, release: Release, config: RunConfig, holder: NodeHolder, data_set: DataSet
-) -> None:
-    """Log a line on a new charge, from public numbers alone; nothing that goes wrong stops what is paid for."""
+def _tell_charged(decoded: _Decoded, release: Release, config: RunConfig, holder: Holder, data_set: DataSet) -> None:
+    """Log a line on a new charge, of public numbers; nothing that goes wrong stops what is paid for."""
     noise = release.charged_on(holder.policy.budget_view).effective_noise_multiplier
     part = "in a sum" if decoded.part else "alone"
     where = f"{run_named(config)}, round {decoded.key.round} of {config.rounds}, {part}, effective noise {noise:.3g}"

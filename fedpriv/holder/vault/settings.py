@@ -34,7 +34,6 @@ PEER_SUFFIX = ".pub"
 CLOSED = "closed: this node takes part in nothing until its operator has looked at it"
 
 _PEER_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-_AGREED_HEADER = "# The runs that this node takes part in, as the invitation or `approve-run` had them.\n"
 _MODELS_HEADER = "# The models that this node runs; `approve-model` adds them. A run names one of them.\n"
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -295,11 +294,6 @@ def agreed_runs(path: Path) -> list[dict[str, configuration.Scalar]]:
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise InputError(f"{path}: must hold [[run]] tables and nothing else; `approve-run` writes them")
     return runs[::-1]
-
-
-def agreed_text(runs: Sequence[Mapping[str, configuration.Scalar]]) -> str:
-    """The content of the file with these terms, the last agreement first."""
-    return _AGREED_HEADER + (tomli_w.dumps({"run": [dict(run) for run in reversed(runs)]}) if runs else "")
 
 
 def differences(

@@ -109,7 +109,7 @@ def write_evidence(path: Path, sources: Mapping[str, Exhibit]) -> dict[str, Any]
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
     files[MANIFEST] = _json({"format": FORMAT, "files": digests})
     content = _zipped(files)
-    write_new(path, content)
+    write_new(path, content, mode=0o600)
     return {"bundle": str(path), "sha256": hashlib.sha256(content).hexdigest(), "heads": heads}
 
 

@@ -13,15 +13,15 @@ import tomli_w
 
 from clients.deploy import doctor, separate_users, supernode
 from clients.deploy.__main__ import app
-from clients.deploy.admission import approve_model
+from clients.deploy.admission import agreed_text, approve_model
 from clients.deploy.folder import Node
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.files import Journal, User
 from fedpriv.holder.vault._charging import NodePolicy, RefusedError, charge, registered_data_set
 from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.vault.settings import VaultSettings, agreed_text, terms_of
-from fedpriv.operate import approvals, processes
+from fedpriv.holder.vault.settings import VaultSettings, terms_of
+from fedpriv.operate import approvals
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Key
@@ -243,7 +243,7 @@ def test_a_node_that_runs_needs_no_free_port(node, monkeypatch):
 
 def test_what_proc_hides_is_not_taken_for_another_program(node, monkeypatch, tmp_path):
     """With `hidepid`, the processes of the SuperNode's own user are not seen, and the vault says that the node runs."""
-    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    monkeypatch.setattr(separate_users, "_PROC", tmp_path)
     monkeypatch.setattr(separate_users, "user_ids", lambda node: {os.geteuid(), 65534})
     with socket.create_server(("127.0.0.1", node.port)):
         assert "stop the program that uses it" in failed(node)["port"]
@@ -298,7 +298,7 @@ def test_the_runs_that_are_agreed_to_the_one_that_waits_and_the_time_of_replies_
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
-def test_whatever_the_umask_others_read_what_decides_and_change_none_of_it(make_node, umask):
+def test_whatever_the_umask_others_neither_read_nor_change_what_decides(make_node, umask):
     before = os.umask(umask)
     try:
         node = make_node()
@@ -307,7 +307,8 @@ def test_whatever_the_umask_others_read_what_decides_and_change_none_of_it(make_
     modes = {path: path.stat().st_mode & 0o777 for path in node.deciding if path.exists()}
     assert len(modes) == 9, "the folder, six files of settings, the bundles and the certificate"
     assert modes.pop(node.folder) == 0o700
-    assert set(modes.values()) == {0o644}
+    public = {node.application, node.ca_certificate}
+    assert modes == {path: 0o644 if path in public else 0o600 for path in modes}
     assert node.flower_home.stat().st_mode & 0o777 == 0o700
 
 
@@ -315,7 +316,7 @@ def test_whatever_the_umask_others_read_what_decides_and_change_none_of_it(make_
 def test_what_others_could_change_starts_no_supernode_of_another_user_until_the_advice_is_taken(node, which):
     node.vault.peers.mkdir()
     path = node.folder / which
-    path.chmod(0o777 if path.is_dir() else 0o666)
+    path.chmod(0o777 if path.is_dir() else 0o660)
     said = failed(node)["decisions"]
     assert said == f"{path}: others can change it; run chmod go-w {path}"
     with pytest.raises(InputError, match="others can change it"):

@@ -18,7 +18,7 @@ import tomli_w
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
-from clients.deploy import admission, supernode
+from clients.deploy import admission, doctor, supernode
 from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.errors import FlowerError, InputError
@@ -26,10 +26,11 @@ from fedpriv.holder.vault import history
 from fedpriv.holder.vault.settings import NodeLimits, agreed_runs, read_models
 from fedpriv.learning.adapters import model_digest
 from fedpriv.operate import approvals, joining
-from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger import keys, reader
 from server.deploy import certificates
 from simulations.sites import run_in_process
 from tests.clients.deploy.conftest import heard
+from tests.clients.deploy.test_doctor import charged
 from tests.tiny import LABELS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -325,3 +326,29 @@ def test_an_invitation_without_a_target_says_what_its_noise_costs(tmp_path, invi
     told = deploy("init", tmp_path / "node", *heard(invite(run=PLAN | {"noise_multiplier": 8.0}))).stdout
     assert re.search(r"^cost: epsilon \d+\.\d\d on the local view, at delta 1e-05$", told, re.M), told
     assert "contact: nobody is named" in told
+
+
+def test_a_backup_of_a_node_in_use_is_a_node_whose_ledger_lacks_nothing(make_node, own, tmp_path, monkeypatch):
+    """A charge that is made while the copy is made is in the ledger's copy, or in neither."""
+    node = make_node(**own)
+    node.vault.tokens.write_bytes(b"as telling as the records")
+    whole = reader.write_copy
+
+    def charged_meanwhile(db, path):
+        charged(node, 2)
+        return whole(db, path)
+
+    charged(node, 1)
+    monkeypatch.setattr(reader, "write_copy", charged_meanwhile)
+    told = deploy("backup", node.folder, "--out", tmp_path / "copy").stdout
+    assert "keep it as closed as the node" in told
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700
+    node.folder.rename(tmp_path / "lost")
+    (tmp_path / "copy").rename(node.folder)
+    restored = {check.name: check for check in doctor.checks(Node.read(node.folder))}
+    for name in ("decisions", "settings", "node.key", "vault.key", "ledger", "registered", "history"):
+        assert restored[name].ok, restored[name]
+    assert restored["newest"].detail.startswith("2 charges, none is known that the ledger lacks")
+    assert not Node.read(node.folder).vault.tokens.exists()
+    assert node.flower_home.is_dir()
+    assert "lies in" in deploy("backup", node.folder, "--out", node.folder / "copy").stderr

@@ -2,13 +2,16 @@
 
 import re
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 
 from fedpriv.config import RunConfig
 from fedpriv.holder.vault.settings import NodeLimits
 from fedpriv.learning.training.local_update import UpdateSpec
+from server.deploy import folder as folders
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "who_decides.md").read_text()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "who_decides.md").read_text()
 DECIDERS = {
     "The operator decides",
     "The coordinator decides, within bounds",
@@ -42,3 +45,22 @@ def test_every_limit_has_its_default_on_the_page():
     assert sorted((name, float(value.replace(",", ""))) for name, value in stated) == sorted(
         (f.name, float(f.default)) for f in fields(NodeLimits)
     )
+
+
+def test_who_may_read_which_file_is_what_the_page_says(make_node, own, tmp_path):
+    """Of both sides, as their kits make the folders; a file of which the page says nothing is missing there."""
+    node = make_node(**own)
+    folders.make(
+        tmp_path / "coordinator", addresses=["127.0.0.1"], port=9093, days=9, passphrase="a passphrase of some length"
+    )
+    upkeep = (DOCS / "node_upkeep.md").read_text()
+    for folder, heading in ((node.folder, "file of a node"), (tmp_path / "coordinator", "file of a coordinator")):
+        table = upkeep.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()
+        told = {
+            name: row.split("|")[2].strip()[:3]
+            for row in table[2:]
+            for name in re.findall(r"`([\w.*-]+)`", row.split("|")[1])
+        }
+        made = {path.name: f"{path.stat().st_mode & 0o777:o}" for path in folder.iterdir() if path.is_file()}
+        stated = {name: next((told[each] for each in told if fnmatch(name, each)), None) for name in made}
+        assert stated == made

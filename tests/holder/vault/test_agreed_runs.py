@@ -12,7 +12,7 @@ import pytest
 from clients.deploy import admission
 from fedpriv.config import parse
 from fedpriv.holder.vault import _charging
-from fedpriv.holder.vault.settings import agreed_runs, agreed_text, differences, terms_of
+from fedpriv.holder.vault.settings import agreed_runs, differences, terms_of
 from fedpriv.holder.wire.frame import REFUSED, WAITING
 from fedpriv.learning.training import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
@@ -36,7 +36,7 @@ def node(tiny_bert, tmp_path):
             tmp_path / "node", ROWS, num_registered=40, models={"tiny": tiny_bert}, settings=UNTIMED | settings
         )
         if agreed is not None:
-            made.settings.agreed.write_text(agreed_text([terms_of(agreed)]))
+            made.settings.agreed.write_text(admission.agreed_text([terms_of(agreed)]))
         return made
 
     yield build

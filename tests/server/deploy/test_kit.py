@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from fedpriv.config import parse, to_toml
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.operate.checks import check_tls, listening
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger.reader import reading
 from server.deploy import certificates, folder, membership, runs, superlink
 from server.deploy.folder import Coordinator
 from tests.bundles import bundle
@@ -273,6 +277,13 @@ def test_a_run_begins_as_planned_with_all_who_are_registered(planned, tmp_path):
         (planned.nodes / f"{client}.pub").touch()
     values = runs.run_values(planned, [])
     assert (values["num_clients"], values["min_clients"]) == (4, 3)  # partition 1 has left
+    for client in (4, 5):
+        (planned.nodes / f"{client}.pub").touch()
+    for number, more in ((4, []), (5, ["colluding_clients=3"]), (3, ["min_clients=3"])):
+        assert runs.run_values(planned, more)["min_clients"] == number, (
+            "one of five may be missing, unless all are needed"
+        )
+    assert runs.run_values(planned, ["secure_aggregation=false"])["min_clients"] == 1
     planned.plan.write_text("rouns = 3\n")
     with pytest.raises(InputError, match="rouns: unknown configuration key"):
         runs.run_values(planned, [])
@@ -392,3 +403,28 @@ def test_settings_file_with_a_wrong_key_is_named(coordinator):
     (coordinator.folder / "coordinator.toml").write_text('addresses = ["h.org"]\nprot = 9093\n')
     with pytest.raises(InputError, match=r"coordinator\.toml: prot = 9093: "):
         Coordinator.read(coordinator.folder)
+
+
+def test_a_backup_of_a_coordinator_in_use_starts_in_its_place(coordinator, tmp_path):
+    """Flower's state is copied as a database, whatever its log holds; what is planned to lie elsewhere is in it too."""
+    ledger = tmp_path / "ledgers" / "own.sqlite"
+    ledger.parent.mkdir()
+    with Ledger(ledger) as kept, closing(sqlite3.connect(coordinator.database)) as state:
+        kept.register("0", 7, 1e-5)
+        state.execute("PRAGMA journal_mode = wal")
+        state.execute("CREATE TABLE node (id)")
+        state.execute("INSERT INTO node VALUES (1)")
+        state.commit()
+        coordinator.plan.write_text(f'ledger = "{ledger}"\n')
+        (coordinator.runs / "first").mkdir()
+        (coordinator.runs / "first" / "rounds.csv").write_text("round\n")
+        assert deploy("backup", coordinator.folder, "--out", tmp_path / "copy").returncode == 0
+    restored = Coordinator.read(tmp_path / "copy")
+    restored.connect("127.0.0.1:9")
+    with closing(sqlite3.connect(restored.database)) as state, reading(restored.folder / ledger.name) as db:
+        assert state.execute("SELECT id FROM node").fetchall() == [(1,)]
+        assert db.data_set(None).num_records == 7
+    assert (restored.runs / "first" / "rounds.csv").read_text() == "round\n"
+    assert restored.server_key.stat().st_mode & 0o777 == 0o600
+    before, since = ({path.name for path in each.folder.iterdir()} for each in (coordinator, restored))
+    assert before - since <= {"state.db-wal", "state.db-shm"}, "empty folders too, without which nothing starts"
