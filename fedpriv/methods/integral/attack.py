@@ -50,6 +50,8 @@ from fedpriv.privacy.mechanisms.sources import RandomSource, SeededSource
 
 Comparison = Literal["largest", "norm", "projection"]
 
+_CONFIDENCE = 0.95
+
 CHANCE = 0.5
 """Success rate of guessing membership at random when half of the candidates are members."""
 
@@ -65,13 +67,11 @@ class _Success:
         mean: share of correctly classified candidates, over all trials.
         low, high: Student's t confidence interval of the mean, over trials: candidates within a trial are not
             independent, and trials that share records of a table are only nearly so.
-        num_trials: >= 2.
     """
 
     mean: float
     low: float
     high: float
-    num_trials: int
 
     @property
     def beats_chance(self) -> bool:
@@ -147,16 +147,14 @@ def _infer_members(
     return np.sort(unknown[order[:num_members]])
 
 
-def _success(shares: Sequence[float], confidence: float = 0.95) -> _Success:
-    """The mean of the trials' shares of correct answers, with its confidence interval."""
+def _success(shares: Sequence[float]) -> _Success:
+    """The mean of the trials' shares of correct answers, with its confidence interval at 95 %."""
     if len(shares) < 2:
         raise InputError(f"trials = {len(shares)}: a confidence interval needs at least 2")
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence = {confidence}: must lie in (0, 1)")
     mean = float(np.mean(shares))
-    half = float(stats.t.ppf((1 + confidence) / 2, len(shares) - 1)) * float(np.std(shares, ddof=1))
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(shares) - 1)) * float(np.std(shares, ddof=1))
     half /= math.sqrt(len(shares))
-    return _Success(mean=mean, low=max(mean - half, 0.0), high=min(mean + half, 1.0), num_trials=len(shares))
+    return _Success(mean=mean, low=max(mean - half, 0.0), high=min(mean + half, 1.0))
 
 
 class _NoRecommendationError(InputError):
