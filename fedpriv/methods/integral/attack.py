@@ -310,20 +310,15 @@ def recommended_mean(epsilon: float, clustering: Linkage = "first-member", *, ot
 
 
 def _private(
-    network: nn.Module,
-    features: Tensor,
-    labels: Tensor,
-    schedule: PrivateSchedule,
-    *,
-    noise_multiplier: float,
-    source: RandomSource,
+    network: nn.Module, data: Data, schedule: PrivateSchedule, noise_multiplier: float, source: RandomSource
 ) -> Publish:
     """A model trained by DP-SGD on the first owner's records."""
 
     def publish(train: Train, owners: Indices, generator: np.random.Generator) -> _AttackTarget:
         own = torch.from_numpy(owners[0])
+        features, labels = data.train_features[own], data.train_labels[own]
         vector, _ = train_privately(
-            network, features[own], labels[own], schedule, noise_multiplier=noise_multiplier, source=source
+            network, features, labels, schedule, noise_multiplier=noise_multiplier, source=source
         )
         return _AttackTarget(vector=vector, owner=0, num_generators=1)
 
@@ -399,7 +394,7 @@ def attack_table(network: nn.Module, data: Data, game: Game, plan: AttackPlan, *
     for epsilon in (None, *plan.dp_epsilons):
         noise = 0.0 if epsilon is None else noise_multiplier(epsilon, dp_schedule, game.size)
         source = SeededSource("integral attack", seed, str(epsilon))
-        publish = _private(network, features, labels, dp_schedule, noise_multiplier=noise, source=source)
+        publish = _private(network, data, dp_schedule, noise, source)
         name = "DP-SGD without its noise" if epsilon is None else f"DP-SGD, epsilon {epsilon:g}"
         yield attacked(name, network, data, game, train, publish, seed)
 
