@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
-from torch import Tensor
 
 from fedpriv.errors import InputError
 from fedpriv.holder.flower._messages import (
@@ -174,22 +173,13 @@ _Ask = Callable[[], Message]
 class _PaidMod(ABC):
     """A Flower mod that pays for its reply to each train message, and refuses others that the operator does not allow.
 
-    Args:
-        account_of: gives the node's account.
-        metrics: names of numbers in the app's replies that leave all the same; no epsilon covers them.
-        uncovered: types of messages, such as `evaluate`, that the app answers by itself; no epsilon covers them.
-        untrained: names of arrays, or the last parts of them, that the app does not train; see `UpdateMod`.
+    Its arguments are those that `LedgerMod` and `UpdateMod` share.
     """
 
     _noise_source = SecureSource.name
 
     def __init__(
-        self,
-        account_of: AccountOf,
-        *,
-        metrics: Collection[str] = (),
-        uncovered: Collection[str] = (),
-        untrained: Collection[str] = _UNTRAINED,
+        self, account_of: AccountOf, *, metrics: Collection[str], uncovered: Collection[str], untrained: Collection[str]
     ) -> None:
         self._account_of = account_of
         self._metrics, self._uncovered = check_names("metrics", metrics), check_names("uncovered", uncovered)
@@ -207,7 +197,9 @@ class _PaidMod(ABC):
 
             def make(is_new: bool) -> Response:
                 ask = partial(call_next, message, context) if is_new else None
-                return _response_of(*self._made(ask, received, key), account)
+                parameters, metrics = self._made(ask, received, key)
+                fields = {**metrics, NUM_EXAMPLES: account.data_set.num_records}
+                return Response.of(fields=fields, arrays={parameters.record: parameters.arrays})
 
             release = Release(event=self._event(context, received), rho_bar=1.0)
             response = account.pay(key, release, self._noise_source, make)
@@ -318,7 +310,11 @@ class UpdateMod(_PaidMod):
     def _made(self, ask: _Ask | None, received: Parameters, key: Key) -> tuple[Parameters, Mapping[str, Scalar]]:
         update, metrics = torch.zeros(received.num_values, dtype=torch.float64), dict[str, Scalar]()
         if ask is not None:
-            update, metrics = _app_update(ask, received, self._metrics)
+            try:
+                trained, numbers = _trained(ask, received, self._metrics)
+                update, metrics = trained.difference(received), numbers
+            except Exception:  # a record may have caused it, so the reply is noise like any other
+                log.exception("the app failed; its update counts as zero")
         return received.moved(self._noise.noised(update, SecureSource())), metrics
 
 
@@ -337,17 +333,13 @@ def _key_of(message: Message, account: Account) -> Key:
     )
 
 
-def _response_of(parameters: Parameters, metrics: Mapping[str, Scalar], account: Account) -> Response:
-    """The response to store: parameters, the registered N_k, and numbers that the operator allows."""
-    fields = {**metrics, NUM_EXAMPLES: account.data_set.num_records}
-    return Response.of(fields=fields, arrays={parameters.record: parameters.arrays})
-
-
 def _trained(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple[Parameters, dict[str, Scalar]]:
     """The app's parameters under the received record's name, and the numbers that may leave.
 
     Args:
-        ask, received, allowed: as for `_app_update`.
+        ask: asks the app; it may change the message.
+        received: parameters of the message, read before the app runs.
+        allowed: names of numbers that the operator lets leave.
 
     Raises:
         ValueError: the reply holds none that may leave; the text is for this node's log alone.
@@ -359,22 +351,6 @@ def _trained(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple
         raise ValueError(f"the app's reply: {error}") from None
     trained.difference(received)
     return replace(received, arrays={**received.arrays, **trained.changing}), metrics_of(reply, allowed)
-
-
-def _app_update(ask: _Ask, received: Parameters, allowed: Collection[str]) -> tuple[Tensor, dict[str, Scalar]]:
-    """The app's update, float64 [values], and the numbers that may leave; zero and none if the app failed.
-
-    Args:
-        ask: asks the app; it may change the message.
-        received: parameters of the message, read before the app runs.
-        allowed: names of numbers that the operator lets leave.
-    """
-    try:
-        reply = ask()
-        return parameters_of(reply.content, received.kept).difference(received), metrics_of(reply, allowed)
-    except Exception:  # a record may have caused it, so the reply is noise like any other
-        log.exception("the app failed; its update counts as zero")
-        return torch.zeros(received.num_values, dtype=torch.float64), {}
 
 
 class LocalDp(Protocol):

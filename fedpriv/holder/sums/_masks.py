@@ -116,16 +116,9 @@ def read_identity(path: Path) -> Identity:
     return Identity(public_line=keys.public_line(path), sign=partial(keys.sign, path))
 
 
-def verify_once(public_line: str, message: bytes, signature: str) -> bool:
-    """`fedpriv.privacy.ledger.keys.verify`, which is pure, remembered: where all nodes share a process, each of K nodes
-    would check the same K signatures."""
-    return _verified(public_line, message, signature)
-
-
-@lru_cache(maxsize=2**16)
-def _verified(public_line: str, message: bytes, signature: str) -> bool:
-    return keys.verify(public_line, message, signature)
-
+verify_once: Verify = lru_cache(maxsize=2**16)(keys.verify)
+"""`fedpriv.privacy.ledger.keys.verify`, which is pure, remembered: where all nodes share a process, each of K nodes
+would check the same K signatures."""
 
 Words = NDArray[Any]
 """uint32 or uint64 [d]: integers modulo 2^m, m = 32 or 64"""

@@ -230,7 +230,7 @@ def advertisement_from_text(text: str) -> Advertisement:
     """The advertisement that `advertisement_text` wrote."""
     values = parsed_object("advertisement", text)
     receipts = {"receipts": values.pop("receipts")} if "receipts" in values else {}
-    values = _exactly("advertisement", values, {"client", *_ADVERTISED}) | receipts
+    values = _exactly("advertisement", values, {"client", "signature", *_SIZES}) | receipts
     return _advertisement(integer("advertisement: client", values.pop("client"), 0, MAX_CLIENT), values)
 
 
@@ -328,37 +328,27 @@ def reveal_from_text(text: str) -> Reveal:
     )
 
 
-_ADVERTISED = {
-    "encryption_key": KEY_BYTES,
-    "mask_key": KEY_BYTES,
-    "self_commitment": DIGEST_BYTES,
-    "signature": MAX_SIGNATURE,
-}
+# {field of an advertisement that holds bytes: how many}
+_SIZES = {"encryption_key": KEY_BYTES, "mask_key": KEY_BYTES, "self_commitment": DIGEST_BYTES}
 
 
 def _advertisement_values(advertisement: Advertisement) -> dict[str, Any]:
     receipts = {"receipts": list(advertisement.receipts)} if advertisement.receipts else {}
-    return receipts | {
-        "encryption_key": _encoded(advertisement.encryption_key),
-        "mask_key": _encoded(advertisement.mask_key),
-        "self_commitment": _encoded(advertisement.self_commitment),
-        "signature": advertisement.signature,
-    }
+    encoded = {field: _encoded(getattr(advertisement, field)) for field in _SIZES}
+    return receipts | encoded | {"signature": advertisement.signature}
 
 
 def _advertisement(client: int, value: Any) -> Advertisement:
     name = f"client {client}'s advertisement"
     receipts = value.pop("receipts", []) if type(value) is dict else []
-    values = _exactly(name, value, set(_ADVERTISED))
+    values = _exactly(name, value, {*_SIZES, "signature"})
     if type(receipts) is not list or len(receipts) > MAX_RECEIPTS:
         raise ProtocolError(f"{name}: receipts = {shown(receipts)}: must be a list of at most {MAX_RECEIPTS}")
     if not all(type(each) is str and len(each) <= MAX_RECEIPT for each in receipts):
         raise ProtocolError(f"{name}: receipts: must be texts of at most {MAX_RECEIPT} characters")
     return Advertisement(
         client=client,
-        encryption_key=_bytes(f"{name}: encryption_key", values["encryption_key"], KEY_BYTES),
-        mask_key=_bytes(f"{name}: mask_key", values["mask_key"], KEY_BYTES),
-        self_commitment=_bytes(f"{name}: self_commitment", values["self_commitment"], DIGEST_BYTES),
+        **{field: _bytes(f"{name}: {field}", values[field], size) for field, size in _SIZES.items()},
         signature=_short(f"{name}: signature", values["signature"]),
         receipts=tuple(receipts),
     )

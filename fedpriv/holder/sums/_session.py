@@ -186,15 +186,12 @@ class Session:
 
 
 class Sessions:
-    """A node's sessions by run: at most one a run, and of at most `max_runs` runs, of which the oldest is ended.
+    """A node's sessions by run: at most one a run, and of at most `MAX_RUNS` runs, of which the oldest is ended.
 
     For one thread. Others would have to take turns.
     """
 
-    def __init__(self, max_runs: int = MAX_RUNS) -> None:
-        if max_runs < 1:
-            raise ValueError(f"max_runs = {max_runs}: must be at least 1")
-        self._max_runs = max_runs
+    def __init__(self) -> None:
         self._live: dict[str, Session] = {}
 
     def begin(
@@ -214,7 +211,7 @@ class Sessions:
         """
         self.end(terms.run)
         session = Session(terms, client, sign=sign, approved=approved, verify=verify, receipts=receipts)
-        while len(self._live) >= self._max_runs:
+        while len(self._live) >= MAX_RUNS:
             self.end(next(iter(self._live)))
         self._live[terms.run] = session
         return session

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.adapters._arithmetic import merged_to_tensors as merged_to_tensors
     from fedpriv.learning.adapters._arithmetic import non_lora_tensors as non_lora_tensors
     from fedpriv.learning.adapters._arithmetic import norm as norm
+    from fedpriv.learning.adapters._arithmetic import of_one_rank as of_one_rank
     from fedpriv.learning.adapters._arithmetic import same_merged as same_merged
     from fedpriv.learning.adapters._base_formats import base_dtype as base_dtype
     from fedpriv.learning.adapters._base_formats import frozen_base as frozen_base
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.adapters._base_models import resolve as resolve
     from fedpriv.learning.adapters._locations import BUNDLED_ENCODER as BUNDLED_ENCODER
     from fedpriv.learning.adapters._locations import BUNDLED_LANGUAGE_MODEL as BUNDLED_LANGUAGE_MODEL
+    from fedpriv.learning.adapters._locations import GIT_LFS as GIT_LFS
     from fedpriv.learning.adapters._locations import check_model as check_model
     from fedpriv.learning.adapters._locations import check_weights as check_weights
     from fedpriv.learning.adapters._locations import hub_problem as hub_problem

@@ -112,6 +112,17 @@ def factors_of(adapter: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]
     return {name: (adapter[name + B_SUFFIX], adapter[name + A_SUFFIX]) for name in names}
 
 
+def of_one_rank(pairs: Mapping[str, Factors]) -> Adapter:
+    """LoRA layers of these {layer name: (B, A)}, smaller factors padded with zeros to the largest rank of any."""
+    rank = max((left.shape[1] for left, _ in pairs.values()), default=0)
+    result = {}
+    for name, (left, right) in pairs.items():
+        padding = rank - left.shape[1]
+        result[name + A_SUFFIX] = torch.nn.functional.pad(right, (0, 0, 0, padding))
+        result[name + B_SUFFIX] = torch.nn.functional.pad(left, (0, padding))
+    return result
+
+
 def non_lora_tensors(adapter: Mapping[str, Tensor]) -> Adapter:
     """The tensors that are not LoRA factors: those of the head."""
     return {name: tensor for name, tensor in adapter.items() if not name.endswith((A_SUFFIX, B_SUFFIX))}
@@ -202,7 +213,7 @@ def as_ordinary(tensors: Mapping[str, Tensor]) -> Adapter:
 def as_one_adapter(adapter: Mapping[str, Tensor], merged: Mapping[str, Product]) -> Adapter:
     """One adapter of higher rank that has the same effect on the pretrained base as `adapter` on the merged one.
 
-    All LoRA layers get the same rank, the smallest that holds every sum exactly; smaller factors are padded with zeros.
+    All LoRA layers get the same rank, the smallest that holds every sum exactly.
     """
     pairs = factors_of(adapter)
     if not merged and len({left.shape[1] for left, _ in pairs.values()}) <= 1:
@@ -211,10 +222,4 @@ def as_one_adapter(adapter: Mapping[str, Tensor], merged: Mapping[str, Product])
         zeros = {name: _zero(b, a) for name, (b, a) in pairs.items()}
         sums = add_products(zeros | dict(merged), {name: [pair] for name, pair in pairs.items()})
         pairs = {name: product.factors for name, product in sums.items()}
-    rank = max(left.shape[1] for left, _ in pairs.values())
-    result = non_lora_tensors(adapter)
-    for name, (left, right) in pairs.items():
-        padding = rank - left.shape[1]
-        result[name + A_SUFFIX] = torch.nn.functional.pad(right, (0, 0, 0, padding))
-        result[name + B_SUFFIX] = torch.nn.functional.pad(left, (0, padding))
-    return result
+    return non_lora_tensors(adapter) | of_one_rank(pairs)

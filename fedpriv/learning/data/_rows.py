@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fedpriv.config import Encoding, Separator
 from fedpriv.errors import InputError, first_line, is_memory_failure
+from fedpriv.learning.adapters import GIT_LFS
 from fedpriv.texts import counted, visible
 
 if TYPE_CHECKING:
@@ -43,12 +44,11 @@ _LONGEST_HEADER = 100_000
 _DECLARED = re.compile(r"sep=(.)[\r\n]*", re.IGNORECASE)
 
 # {first bytes of a file that is another than its name says: what it is, and what to do}
-_FOREIGN = {
+_FOREIGN = dict([GIT_LFS]) | {
     b"\x1f\x8b": "compressed with gzip; let its name end in .gz",
     b"PK\x03\x04": "an Excel workbook or a ZIP archive; save its table as CSV in UTF-8",
     b"\xd0\xcf\x11\xe0": "an old Excel workbook; save its table as CSV in UTF-8",
     b"PAR1": "a Parquet file; let its name end in .parquet",
-    b"version https://git-lfs": "a pointer of Git LFS to a file that is not here; fetch that with `git lfs pull`",
 }
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(,[0-9]+)?")

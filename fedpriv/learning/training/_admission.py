@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -321,8 +320,9 @@ def _seconds_of_a_pass(peft_model: Any, build: Callable[..., TrainingModel]) -> 
 
     def one_pass() -> None:
         batch = [items[position] for position in together]
-        losses = partial(model.predictions, batch, cached=False)
-        per_sample_gradients(model.layers, lambda: losses().losses, recomputed=model.recomputed)
+        per_sample_gradients(
+            model.layers, lambda: model.predictions(batch, cached=False).losses, recomputed=model.recomputed
+        )
 
     clock = time.perf_counter if _on_gpu(peft_model) else time.process_time
     one_pass()

@@ -122,15 +122,14 @@ class Cached(Protocol):
     num_workers: int
     """Processes in which passes run side by side."""
     memory_limit: int
-    """Bytes that a cache keeps in memory."""
+    """Bytes for passes, for the clients of a stack, and for what a cache keeps in memory."""
     tell: Tell
-    """Told how many records of a set are read."""
+    """Told how far training, tests and caches are; where records are others', nobody is."""
+    cache: PrefixCache | None
+    """The states below the first trained layer; None if they are not kept."""
 
     def passes(self, items: Sequence[Item]) -> Iterable[list[int]]:
-        """The positions of the records in each pass."""
-
-    def fill_cache(self, items: Sequence[Item]) -> None:
-        """Keep the states below the first trained layer of all records of these records' sets."""
+        """The positions of the records that share a pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -460,8 +459,8 @@ class FeatureCache:
         readable = [items[place] for place in places]
         passes = list(self._model.passes(readable))
         num_read = list(accumulate(map(len, passes)))
-        if cached:  # before there are workers, each of which would do it
-            self._model.fill_cache(readable)
+        if cached and self._model.cache is not None:  # before there are workers, each of which would do it
+            self._model.cache.fill(readable)
 
         def compute(positions: list[int]) -> Tensor:
             return self._compute([readable[position] for position in positions], body, cached).float().cpu()

@@ -189,15 +189,6 @@ def next_token_targets(batch: Mapping[str, Tensor]) -> Tensor:
     return batch["input_ids"][:, 1:].masked_fill(~is_target, IGNORED)
 
 
-def _causal_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of logits [batch, tokens, vocabulary] over each record's own `next_token_targets`, [batch].
-
-    It is zero for a record without any.
-    """
-    token_losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
-    return token_losses.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp_min(1)
-
-
 def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
     """The predictions of each record that the logits make.
 
@@ -210,13 +201,11 @@ def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
         return Predictions(losses=losses, hits=hits, num_targets=torch.ones_like(labels))
     targets = next_token_targets(batch)
     valid = targets != IGNORED
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
     correct = (logits[:, :-1].argmax(dim=-1) == targets) & valid
     num_targets = valid.sum(dim=1)
-    return Predictions(
-        losses=_causal_losses(logits, targets),
-        hits=correct.sum(dim=1) / num_targets.clamp_min(1),
-        num_targets=num_targets,
-    )
+    divisors = num_targets.clamp_min(1)  # a record without targets has a loss of zero
+    return Predictions(losses=losses.sum(dim=1) / divisors, hits=correct.sum(dim=1) / divisors, num_targets=num_targets)
 
 
 def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:

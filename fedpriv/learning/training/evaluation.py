@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import dropwhile
 from typing import Any
 
 import numpy as np
@@ -367,14 +368,10 @@ def _answer_tokens(tokenizer: Any, answers: Sequence[str], responses: Sequence[T
     for response in responses:
         known.setdefault(text_of(tokenizer, response), response)
     special = set(tokenizer.all_special_ids)
-    end = next((response[_first_of_end(response, special) :] for response in responses), ())
+    # From its first special token on a response only ends.
+    end = tuple(dropwhile(lambda token: token not in special, responses[0] if responses else ()))
     encoded = (tuple(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
     return tuple(known.get(answer.strip(), (*alone, *end)) for answer, alone in zip(answers, encoded, strict=True))
-
-
-def _first_of_end(response: Tokens, special: set[int]) -> int:
-    """Position of the first special token, from which on a response only ends."""
-    return next((position for position, token in enumerate(response) if token in special), len(response))
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:

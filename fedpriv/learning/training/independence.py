@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+# True where records are synthetic.
 _failures_are_raised: ContextVar[bool] = ContextVar("failures_are_raised", default=False)
 _must_be_finite: ContextVar[bool] = ContextVar("must_be_finite", default=False)
 
@@ -85,11 +86,6 @@ def raising_failures(*, also_of_numbers: bool = False) -> Iterator[None]:
     finally:
         _failures_are_raised.reset(tokens[0])
         _must_be_finite.reset(tokens[1])
-
-
-def failures_are_raised() -> bool:
-    """Whether records are synthetic here."""
-    return _failures_are_raised.get()
 
 
 @contextmanager
@@ -138,7 +134,7 @@ def isolated(
     try:
         results: list[tuple[list[int], Result | None]] = [(list(positions), compute(list(positions)))]
     except Exception as error:  # whatever it is: if a record can cause it, nothing but its own gradient may show it
-        if failures_are_raised():
+        if _failures_are_raised.get():
             raise
         if len(positions) > 1:
             results = [one for position in positions for one in isolated(compute, [position])]
@@ -378,7 +374,7 @@ def forked(run: Callable[[], object]) -> int:
         code = 0
     except BaseException as error:  # it must not run what the parent would run next
         log.error("failed: %s", trace_without_message(error))
-        if is_memory_failure(error) and not failures_are_raised():
+        if is_memory_failure(error) and not _failures_are_raised.get():
             die()
     finally:
         os._exit(code)

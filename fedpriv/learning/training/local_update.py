@@ -15,7 +15,7 @@ from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import Adapter, Merged
 from fedpriv.learning.adapters.pooling import BIAS_SCALE
 from fedpriv.learning.data.records import RecordSet
-from fedpriv.learning.training.independence import Tell
+from fedpriv.learning.training._caches import Cached
 from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.privacy.accounting.events import Event, Unit
 from fedpriv.privacy.accounting.sensitivity import UPLOAD_FACTOR, clipping_parts, sensitivity_factor
@@ -24,7 +24,7 @@ from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.privacy.mechanisms.sources import RandomSource
 
 if TYPE_CHECKING:
-    from fedpriv.learning.training._caches import FeatureCache, PrefixCache
+    from fedpriv.learning.training._caches import FeatureCache
     from fedpriv.learning.training._passes import Predictions
     from fedpriv.learning.training.per_sample import TrainableLayer
 
@@ -233,7 +233,7 @@ class UpdateTask:
         return planned_event(self.spec, self.sampler.sampling_probability, self.adapter, self.grid)
 
 
-class TrainedModel(Protocol):
+class TrainedModel(Cached, Protocol):
     """A frozen base with trained tensors, as local updates and evaluations use it; an item is a record of a set."""
 
     device: torch.device
@@ -246,22 +246,14 @@ class TrainedModel(Protocol):
     """{name of a parameter in gradients: its name in adapters}."""
     initial: Adapter
     """The trained tensors that a run starts from."""
-    memory_limit: int
-    """Bytes for the clients of a stack, and for passes."""
     recomputed: Sequence[nn.Module]
     """Layers that run again in the backward pass, as `per_sample_gradients` takes them."""
     head: str | None
     """Name of the layer that makes one vector of each record into the logits; None if no such layer is trained."""
     features: FeatureCache | None
     """The vectors that the head reads, kept; None without a head."""
-    cache: PrefixCache | None
-    """The states below the first trained layer; None if they are not kept."""
     alone: bool
     """Whether each record has a pass of its own."""
-    num_workers: int
-    """Processes in which such passes run side by side."""
-    tell: Tell
-    """Told how far training, tests and caches are; where records are others', nobody is."""
 
     @property
     def head_tensors(self) -> set[str]:

@@ -273,8 +273,8 @@ class TrainingModel:
         # On the CPU: how many targets there are decides shapes, for which a GPU would be waited for.
         batch = self._batch(items)
         targets = next_token_targets(batch)
-        if cached:  # a pass that stops at its middle would stop this one
-            self.fill_cache(items)
+        if cached and self.cache is not None:  # a pass that stops at its middle would stop this one
+            self.cache.fill(items)
         with input_of(self.output_layer) as captured:
             self._run(items, self._on_device(batch), cached=cached)
         return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets))
@@ -301,8 +301,8 @@ class TrainingModel:
             parameters={name: tensor.unsqueeze(0).to(self.device) for name, tensor in by_name.items()},
             owners=torch.zeros(len(items), dtype=torch.int64, device=self.device),
         )
-        if cached:
-            self.fill_cache(items)
+        if cached and self.cache is not None:
+            self.cache.fill(items)
         with recorded(layers, stack), input_of(self.layers[self.head].module) as captured:
             self._run(items, self._on_device(self._batch(items)), cached=cached)
         return captured[0]
@@ -344,11 +344,6 @@ class TrainingModel:
         if self.device.type != "cpu" or torch.accelerator.is_available() or self.longest is None:
             return 1  # where torch has started a thread for a GPU, a forked process has no backward pass
         return max(1, min(num_workers, self._footprint.rows_in(self.memory_limit, self.longest)))
-
-    def fill_cache(self, items: Sequence[Item]) -> None:
-        """Keep the states of all records of these records' sets, if they are kept at all."""
-        if self.cache is not None:
-            self.cache.fill(items)
 
     def reserve_cache(self, num_records: int) -> None:
         """Take room for the prefix cache of so many records of any length; where there is none, use no cache.

@@ -50,6 +50,8 @@ from fedpriv.privacy.mechanisms.sources import RandomSource, SeededSource
 
 Comparison = Literal["largest", "norm", "projection"]
 
+_CONFIDENCE = 0.95
+
 CHANCE = 0.5
 """Success rate of guessing membership at random when half of the candidates are members."""
 
@@ -65,13 +67,11 @@ class _Success:
         mean: share of correctly classified candidates, over all trials.
         low, high: Student's t confidence interval of the mean, over trials: candidates within a trial are not
             independent, and trials that share records of a table are only nearly so.
-        num_trials: >= 2.
     """
 
     mean: float
     low: float
     high: float
-    num_trials: int
 
     @property
     def beats_chance(self) -> bool:
@@ -147,16 +147,14 @@ def _infer_members(
     return np.sort(unknown[order[:num_members]])
 
 
-def _success(shares: Sequence[float], confidence: float = 0.95) -> _Success:
-    """The mean of the trials' shares of correct answers, with its confidence interval."""
+def _success(shares: Sequence[float]) -> _Success:
+    """The mean of the trials' shares of correct answers, with its confidence interval at 95 %."""
     if len(shares) < 2:
         raise InputError(f"trials = {len(shares)}: a confidence interval needs at least 2")
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence = {confidence}: must lie in (0, 1)")
     mean = float(np.mean(shares))
-    half = float(stats.t.ppf((1 + confidence) / 2, len(shares) - 1)) * float(np.std(shares, ddof=1))
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(shares) - 1)) * float(np.std(shares, ddof=1))
     half /= math.sqrt(len(shares))
-    return _Success(mean=mean, low=max(mean - half, 0.0), high=min(mean + half, 1.0), num_trials=len(shares))
+    return _Success(mean=mean, low=max(mean - half, 0.0), high=min(mean + half, 1.0))
 
 
 class _NoRecommendationError(InputError):
@@ -312,20 +310,15 @@ def recommended_mean(epsilon: float, clustering: Linkage = "first-member", *, ot
 
 
 def _private(
-    network: nn.Module,
-    features: Tensor,
-    labels: Tensor,
-    schedule: PrivateSchedule,
-    *,
-    noise_multiplier: float,
-    source: RandomSource,
+    network: nn.Module, data: Data, schedule: PrivateSchedule, noise_multiplier: float, source: RandomSource
 ) -> Publish:
     """A model trained by DP-SGD on the first owner's records."""
 
     def publish(train: Train, owners: Indices, generator: np.random.Generator) -> _AttackTarget:
         own = torch.from_numpy(owners[0])
+        features, labels = data.train_features[own], data.train_labels[own]
         vector, _ = train_privately(
-            network, features[own], labels[own], schedule, noise_multiplier=noise_multiplier, source=source
+            network, features, labels, schedule, noise_multiplier=noise_multiplier, source=source
         )
         return _AttackTarget(vector=vector, owner=0, num_generators=1)
 
@@ -401,7 +394,7 @@ def attack_table(network: nn.Module, data: Data, game: Game, plan: AttackPlan, *
     for epsilon in (None, *plan.dp_epsilons):
         noise = 0.0 if epsilon is None else noise_multiplier(epsilon, dp_schedule, game.size)
         source = SeededSource("integral attack", seed, str(epsilon))
-        publish = _private(network, features, labels, dp_schedule, noise_multiplier=noise, source=source)
+        publish = _private(network, data, dp_schedule, noise, source)
         name = "DP-SGD without its noise" if epsilon is None else f"DP-SGD, epsilon {epsilon:g}"
         yield attacked(name, network, data, game, train, publish, seed)
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import A_SUFFIX, B_SUFFIX, Adapter, factors_of, non_lora_tensors
+from fedpriv.learning.adapters import Adapter, factors_of, non_lora_tensors, of_one_rank
 from fedpriv.methods.integral._networks import (
     NetworkMetrics,
     TrainingSchedule,
@@ -172,13 +171,17 @@ def recommend(network: nn.Module, data: Data, settings: SelectionSettings) -> Re
     vectors = trained(subsamples.records)
     if settings.align:
         vectors = {epoch: aligned(network, of_epoch, of_epoch[0]) for epoch, of_epoch in vectors.items()}
-    generators = list(subsamples.records)
+
+    def clustered(of_epoch: Tensor, epsilon: float) -> list[Cluster]:
+        models, generators = of_epoch.numpy(), list(subsamples.records)
+        return select(models, generators, epsilon=epsilon, measure=settings.measure, clustering=settings.clustering)
+
     last = vectors[settings.schedule.epochs]
-    clusters = _clusters(last, generators, settings, settings.epsilon)
+    clusters = clustered(last, settings.epsilon)
     chosen = tuple(cluster for cluster in clusters if cluster.recurrence > 1)[: settings.top]
     plain = {epoch: evaluate(network, of_epoch[0], data) for epoch, of_epoch in trained(whole).items()}
     snapshots = tuple(
-        _snapshot(network, data, settings, epoch, epsilon, of_epoch, generators, plain[epoch])
+        _snapshot(network, data, epoch, epsilon, clustered(of_epoch, epsilon)[0], plain[epoch])
         for epoch, of_epoch in vectors.items()
         for epsilon in sorted({settings.epsilon, *settings.epsilons})
     )
@@ -207,25 +210,9 @@ def evaluate(network: nn.Module, vector: Tensor, data: Data) -> TrainAndTest:
     )
 
 
-def _clusters(
-    vectors: Tensor, generators: Sequence[np.ndarray], settings: SelectionSettings, epsilon: float
-) -> list[Cluster]:
-    return select(
-        vectors.numpy(), generators, epsilon=epsilon, measure=settings.measure, clustering=settings.clustering
-    )
-
-
 def _snapshot(
-    network: nn.Module,
-    data: Data,
-    settings: SelectionSettings,
-    epoch: int,
-    epsilon: float,
-    vectors: Tensor,
-    generators: Sequence[np.ndarray],
-    plain: TrainAndTest,
+    network: nn.Module, data: Data, epoch: int, epsilon: float, largest: Cluster, plain: TrainAndTest
 ) -> _Snapshot:
-    largest = _clusters(vectors, generators, settings, epsilon)[0]
     is_cluster = largest.recurrence > 1
     return _Snapshot(
         epochs=epoch,
@@ -317,11 +304,7 @@ def _mean_adapter(adapters: Mapping[str, Mapping[str, Tensor]]) -> Adapter:
     pairs = {
         name: _mean_product([factors_of(adapter)[name] for adapter in adapters.values()]) for name in factors_of(first)
     }
-    rank = max((b.shape[1] for b, _ in pairs.values()), default=0)
-    for name, (b, a) in pairs.items():
-        padding = rank - b.shape[1]
-        result[name + A_SUFFIX] = F.pad(a, (0, 0, 0, padding))
-        result[name + B_SUFFIX] = F.pad(b, (0, padding))
+    result |= of_one_rank(pairs)
     return {name: result[name] for name in first}
 
 

@@ -87,11 +87,6 @@ class Budget:
             known = ", ".join(get_args(LmoAccounting))
             raise InputError(f"accounting = {self.accounting!r}: must be one of {known}")
 
-    @property
-    def valid_dimension(self) -> int:
-        """The largest dimension for which the cost is an upper bound."""
-        return self.dimension if self.accounting == "sound" else 1
-
     def event(self, parameters: LmoParameters) -> SubsampledLmo:
         """The event of all releases, with noise of these parameters."""
         return SubsampledLmo(
@@ -298,7 +293,7 @@ def search(
         parameters=parameters,
         value=float(_measure(Columns.of(parameters), objective, tolerance)),
         epsilon=cost(parameters, budget),
-        valid_dimension=budget.valid_dimension,
+        valid_dimension=budget.dimension if budget.accounting == "sound" else 1,
         num_candidates=num + _POPULATION * refined.nfev,
     )
 

@@ -13,7 +13,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.pytorch_utils import Conv1D
+
 from fedpriv.errors import InputError
+from fedpriv.learning.adapters import BaseModel, quiet_transformers, resolve
+from fedpriv.learning.adapters.lora import default_targets
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024}
@@ -91,10 +98,6 @@ def model_shape(name: str) -> ModelShape:
     Raises:
         InputError: there is no such model, or transformers cannot build it from its configuration.
     """
-    from transformers import AutoConfig
-
-    from fedpriv.learning.adapters import quiet_transformers, resolve
-
     folder = Path(name).expanduser()
     if not folder.is_dir() and name in _PRESETS:
         return _preset_shape(name)
@@ -111,20 +114,12 @@ def model_shape(name: str) -> ModelShape:
 
 def _preset_shape(name: str) -> ModelShape:
     """The shape of one of `_PRESETS`; if peft has no default targets for it, they are query, key and value."""
-    from transformers import AutoConfig
-
     shape = _shape_of(AutoConfig.for_model(**_PRESETS[name]), name)
     return replace(shape, default_targets=shape.default_targets or _ATTENTION[name])
 
 
 def _shape_of(config: Any, name: str) -> ModelShape:
     """The shape of the model that a transformers configuration describes; messages call it by the given name."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    from fedpriv.learning.adapters import BaseModel
-    from fedpriv.learning.adapters.lora import default_targets
-
     model = _meta_model(config)
     linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     try:
@@ -146,11 +141,6 @@ def _meta_model(config: Any) -> Any:
 
     It has its head if the configuration's first architecture is a causal model or a sequence classifier, else none.
     """
-    import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    from fedpriv.learning.adapters import quiet_transformers
-
     architecture = (config.architectures or [""])[0]
     loader = AutoModel
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):

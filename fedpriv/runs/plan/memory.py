@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, freeze, frozen_base, quiet_transformers
@@ -224,8 +225,6 @@ def _model_for(setting: MemorySetting, vocabulary: int | None = None) -> Any:
 @lru_cache(maxsize=8)
 def _model(setting: MemorySetting, vocabulary: int | None) -> Any:
     """The peft model on torch's meta device, its base in the format that it computes in."""
-    from transformers import AutoModelForCausalLM
-
     config = _configuration(setting.model)
     config.pad_token_id = 0
     if vocabulary is not None:
@@ -309,10 +308,6 @@ def _configuration(name: str) -> Any:
         name: a local folder with a config.json, the path of a GGUF file, else one of `_CONFIGURATIONS` (its last part
             will do), else a model on the Hub, from which only the configuration is fetched.
     """
-    from transformers import AutoConfig
-
-    from fedpriv.learning.adapters import quiet_transformers
-
     folder = Path(name).expanduser()
     known = _CONFIGURATIONS.get(name) or _BY_LAST_PART.get(name.lower())
     if known is not None and not folder.is_dir():

@@ -347,8 +347,9 @@ def test_an_error_within_a_step_ends_the_session_too():
     assert attempt.sessions[0].expects is None
 
 
-def test_a_run_has_one_session_and_a_node_a_bounded_number_of_them():
-    sessions = Sessions(max_runs=2)
+def test_a_run_has_one_session_and_a_node_a_bounded_number_of_them(monkeypatch):
+    monkeypatch.setattr("fedpriv.holder.sums._session.MAX_RUNS", 2)
+    sessions = Sessions()
 
     def start(run: str, attempt: str) -> Session:
         terms = replace(TERMS, run=run, attempt=attempt * 16)

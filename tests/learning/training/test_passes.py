@@ -11,7 +11,6 @@ from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Records, collate
 from fedpriv.learning.training._passes import (
     IGNORED,
-    _causal_losses,
     next_token_targets,
     places_of,
     predictions,
@@ -135,14 +134,18 @@ def test_targets_exclude_padding_on_either_side():
 
 def test_causal_loss_is_the_mean_over_each_records_own_targets():
     logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor([[3, 4, IGNORED], [1, IGNORED, IGNORED]])
+    batch = {
+        "input_ids": torch.tensor([[2, 3, 4, 0], [2, 1, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
+    }
     first = F.cross_entropy(logits[0, :2], torch.tensor([3, 4]))
     second = F.cross_entropy(logits[1, :1], torch.tensor([1]))
-    torch.testing.assert_close(_causal_losses(logits, targets), torch.stack([first, second]))
+    torch.testing.assert_close(predictions(logits, batch).losses, torch.stack([first, second]))
 
 
 def test_a_record_without_a_target_has_zero_loss():
-    assert _causal_losses(torch.randn(1, 3, 5), torch.full((1, 2), IGNORED)).tolist() == [0.0]
+    batch = {"input_ids": torch.tensor([[2, 0, 0]]), "attention_mask": torch.tensor([[1, 0, 0]])}
+    assert predictions(torch.randn(1, 3, 5), batch).losses.tolist() == [0.0]
 
 
 def test_classification_loss_does_not_depend_on_the_batch():
