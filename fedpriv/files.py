@@ -32,13 +32,14 @@ LIBRARY = Path(__file__).parent
 
 @cache
 def library_digest(folder: Path = LIBRARY) -> str:
-    """SHA-256, in hex, of the source files of a package, which tells apart what one version number stands for.
+    """SHA-256, in hex, of a package's code and the TOML that it reads, which tells apart what one version stands for.
 
     Names are relative and sorted, every line ends alike, and the programs that only a wheel has within do not count: so
     a wheel, a clone and another platform agree.
     """
     digest = hashlib.sha256()
-    for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in folder.rglob("*.py")):
+    sources = (file for file in folder.rglob("*") if file.suffix in {".py", ".toml"})
+    for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in sources):
         if file.is_file() and not name.startswith("_apps/"):  # an editor's lock is a link that leads nowhere
             content = file.read_bytes().replace(b"\r\n", b"\n")
             digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\0".encode())

@@ -23,13 +23,14 @@ def test_the_digest_of_a_package_is_that_of_its_sources_however_it_was_installed
         (tmp_path / name / ".#lock.py").symlink_to("user@host.1")  # of an editor
         return files.library_digest(tmp_path / name)
 
-    sources = {"a.py": "x = 1\n", "b/a.py": "y = 2\n", "b.py": ""}
+    sources = {"a.py": "x = 1\n", "b/a.py": "y = 2\n", "b.py": "", "b/words.toml": "a = 1\n"}
     own = digest("clone", sources)
     wheel = {"page.html": "x", "_apps/a.py": "z = 3\n", "__pycache__/a.pyc": "x"}
     assert digest("wheel", dict(reversed(sources.items())) | wheel) == own
     assert digest("windows", {name: text.replace("\n", "\r\n") for name, text in sources.items()}) == own
     others = [sources | {"a.py": "x = 2\n"}, sources | {"c.py": ""}, {"a.py": "x = 1\n", "b/a.py": "y = 2\n"}]
-    assert len({own, *(digest(f"other-{number}", held) for number, held in enumerate(others))}) == 4
+    others += [sources | {"b/words.toml": "a = 2\n"}]
+    assert len({own, *(digest(f"other-{number}", held) for number, held in enumerate(others))}) == 5
 
 
 @pytest.mark.parametrize("content", ["Hôpital Ω\n".encode(), "Hôpital Ω\n".encode("utf-8-sig")])
@@ -60,7 +61,8 @@ READ_OTHERWISE = {
         "fedpriv/runs/_rows.py",
     ),
     *("fedpriv/runs/files.py", "fedpriv/runs/show/_progress_page.py", "fedpriv/runs/show/_tracking.py"),
-    *("fedpriv/models/serving/http/server.py", "server/deploy/guarded_superlink.py"),
+    *("fedpriv/models/serving/http/server.py", "fedpriv/privacy/ledger/statement.py"),
+    "server/deploy/guarded_superlink.py",
 }
 
 

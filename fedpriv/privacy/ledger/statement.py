@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, zip_longest
@@ -30,94 +31,17 @@ from fedpriv.texts import counted, holder_label, printable, risk_in_figures, ris
 if TYPE_CHECKING:
     import pandas as pd
 
-ADJACENCY = {
-    "record": "one record of the client added or removed",
-    "person": "one person of the client, with all of their records there, added or removed",
-    "client": "the client's whole data, or one record of it, replaced",
-}
-
-_COVERS = (
-    "every upload charged in this ledger, whether or not it arrived, and everything computed from uploads: "
-    "global adapters, variants, the server's evaluations of them"
-)
-_SEVERAL = {
-    "record": "a person with several records here, or with records at other clients: for k of them epsilon is k times "
-    "as large, and delta k e^((k-1) epsilon) times",
-    "person": "what other clients release of a person with records there too",
-    "client": "what other clients release of a person with records there too",
-}
-_NEVER_COVERED = (
-    "releases that were not charged to this ledger",
-    "label sets, column choices and preprocessing derived from the records",
-    "metrics that the client chose to share",
-    "the fact that the client takes part, and its number of records",
-    "times, except those of a node with records of its own, whose replies leave at public times; and whatever an "
-    "observer of the client's machine sees",
-)
-
-ODOMETER = (
-    "epsilon so far is an odometer: it would hold if all these releases had been fixed in advance. Where a coordinator "
-    "chose them by what it saw, what is proven is what enforces the budget"
-)
-
-_NAME_NOTE = ", a name that it chose; the chain covers its number"
-
-_OLD_SUMS = (
-    "Some sums were charged as read by the server alone: earlier versions did not count that each participant reads "
-    "them too, and knows its own noise. Against a participant those cost up to what they cost on the local view."
-)
-
-_DELTA = "with so small a probability more may be learned than epsilon says"
-_ADVERSARY = (
-    "knows every other record, chose the model, the schedule and each request, sees all that is covered, and has any "
-    "amount of time"
-)
-_ASSUMED_OF_OTHERS = (
-    "On the local view nothing: not of the server, not of other holders. Of the holder's own machine: that it runs "
-    "this fedpriv unchanged and only models that its operator approved, and that AES is as good as random."
-)
-_ASKED = (
-    (
-        "Parameters, unit",
-        "NIST SP 800-226, top: see What is guaranteed. The smaller epsilon and delta, the more is hidden.",
-    ),
-    (
-        "Algorithms",
-        "NIST SP 800-226, middle: clipping and noise, whose sensitivity, accountants and floating-point "
-        "limits docs/privacy.md proves or names. Accuracy and bias are in a run's report.",
-    ),
-    (
-        "Exposure, security",
-        "NIST SP 800-226, base: whom you trust, side channels and who may read the records: "
-        "docs/privacy.md and docs/deployment.md. How the records were collected is outside of this page.",
-    ),
-    (
-        "Extraction",
-        "EDPB Opinion 28/2024: how likely is it that data of a person in the training are extracted from the "
-        "model? For the unit above, any outcome is at most e^epsilon times as likely as without it, but for delta.",
-    ),
-    (
-        "Queries",
-        "EDPB Opinion 28/2024: and that answers reveal them? The same bound, for any number of answers. What is "
-        "true of many people may still be inferred, of outsiders too; what the base model knew before is not bounded.",
-    ),
-    (
-        "Compliance",
-        "This page answers questions. It claims no compliance with any law or standard: whether a "
-        "likelihood is insignificant is for those who assess it, with tests beside proofs (fedpriv audit).",
-    ),
-)
+_TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ADJACENCY: dict[str, str] = _TEXTS["adjacency"]
+ODOMETER: str = _TEXTS["odometer"]
+_ASSUMED_OF_OTHERS: str = _TEXTS["assumed_of_others"]
+_NEVER_COVERED: list[str] = _TEXTS["never_covered"]
 
 # Of the page, and of its left column.
 _COLUMNS, _LEFT = 80, 20
 
 # More of them are not counted.
 _MOST_ROUNDS = 100_000
-
-_RESTS_ON_OTHERS = (
-    "on the aggregate view: more participants, with the server or without it, than it is stated against; against those "
-    "the local view's epsilon is what remains"
-)
 
 
 def gaps(db: LedgerConnection) -> dict[str, list[dict[str, Any]]]:
@@ -318,13 +242,16 @@ def statement(
             | {
                 "private": not seeded and cost["is_guarantee"] and math.isfinite(cost["epsilon_local"]),
                 "adjacency": ADJACENCY[cost["unit"]],
-                "covers": _COVERS,
+                "covers": _TEXTS["covers"],
                 "budget": None if budget is None else {"epsilon": budget, "view": its_view, "used": used},
                 "since": since,
                 "epsilon_since": epsilon_of(recent, data_set.delta).epsilon,
                 "refused": reader.refusals_in(path.parent, since),
                 "software": software(),
-                "does_not_cover": [*not_covered(cost["unit"]), *([_RESTS_ON_OTHERS] if view == "aggregate" else [])],
+                "does_not_cover": [
+                    *not_covered(cost["unit"]),
+                    *([_TEXTS["rests_on_others"]] if view == "aggregate" else []),
+                ],
                 "statements": _notes(db, data_set),
                 "run_list": runs,
                 "ledger": str(path),
@@ -349,7 +276,7 @@ def not_covered(unit: str, holders: int = 1) -> list[str]:
     """The sentences that say what no epsilon of this unit covers; of an unknown unit, as of records."""
     if holders > 1:
         return [f"what further clients release of a person with records at more than {holders}", *_NEVER_COVERED]
-    return [_SEVERAL.get(unit, _SEVERAL["record"]), *_NEVER_COVERED]
+    return [_TEXTS["several"].get(unit, _TEXTS["several"]["record"]), *_NEVER_COVERED]
 
 
 def of_client(db: LedgerConnection, path: Path, client: str, names: Mapping[str, str] | None = None) -> list[DataSet]:
@@ -400,7 +327,7 @@ def render(page: Mapping[str, Any]) -> str:
 
 def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     """{heading: questions with their answers}."""
-    name = _NAME_NOTE if page["name"] and not _is_of(page["client"], page["name"]) else ""
+    name = _TEXTS["name_note"] if page["name"] and not _is_of(page["client"], page["name"]) else ""
     since = f" since {page['since']}" if page["since"] else ""
     size = f"{page['num_records']} {what_is_counted(page['unit'])}"
     return {
@@ -416,17 +343,17 @@ def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
             *_epsilons(page),
             ("Risk", " ".join(risk_in_words(page, page["delta"]))),
             ("Found at most", risk_in_figures(page)),
-            ("Delta", f"{page['delta']:g}, registered with the data; {_DELTA}"),
+            ("Delta", f"{page['delta']:g}, registered with the data; {_TEXTS['delta']}"),
             ("Composition", _composition(page)),
             ("Covered", page["covers"]),
         ],
         "Against whom, and what that rests on": [
-            ("Adversary", _ADVERSARY),
+            ("Adversary", _TEXTS["adversary"]),
             ("Assumed of others", _assumptions(page)),
             ("Noise source", page["noise_source"] or "nothing was released"),
             *(("Holder's statement", each) for each in page["statements"]),
         ],
-        "What regulators ask": list(_ASKED),
+        "What regulators ask": list(_TEXTS["asked"].items()),
         "Not covered": [(f"{number}.", each) for number, each in enumerate(page["does_not_cover"], start=1)],
         f"Runs{since}": [
             (
@@ -464,7 +391,7 @@ def _epsilons(page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         against = f"against {readers_label(page['num_readers'])}, where the server saw sums alone"
         yield "Aggregate view", f"epsilon {_rounded_up(page['epsilon_aggregate'])} {delta}: {against}"
         if page["num_readers"] == 0:
-            yield "", _OLD_SUMS
+            yield "", _TEXTS["old_sums"]
     if (budget := page["budget"]) is not None:
         of_all = f"epsilon {budget['epsilon']:g} for all runs together, on the {budget['view']} view"
         yield "Budget", f"{of_all}: {budget['used']:.1%} of it is used, by the rule that enforces it"
