@@ -142,11 +142,12 @@ def check_limits(spec: UpdateSpec, event: Event, round_: int, limits: NodeLimits
             raise RefusedError(f"{name} = {value:g}: above this node's maximum {maximum:g}")
 
 
-def check_agreed(spec: UpdateSpec, config: RunConfig) -> None:
-    """Refuse an update or evaluation that is not part of the run whose configuration the operator agreed to.
+def check_agreed(spec: UpdateSpec, round_: int, config: RunConfig) -> None:
+    """Refuse an update or evaluation that is not that of the round in the run whose configuration was agreed to.
 
     Args:
         spec: that the coordinator asks for.
+        round_: for which it asks: another round's noise or sampling may cost more than this one's.
         config: of the run. Noise that follows from a target is held to that when it is charged.
 
     Raises:
@@ -159,13 +160,13 @@ def check_agreed(spec: UpdateSpec, config: RunConfig) -> None:
                 f"evaluation_noise_multiplier = {spec.noise_multiplier:g}: the run agreed to has {agreed}"
             )
         return
+    if round_ > config.rounds:
+        raise RefusedError(f"round = {round_}: the run agreed to has rounds = {config.rounds}")
     if config.train == "auto":  # which decides what is asked when the run begins
         return
-    asked, agreed_specs = _asked(spec, config), [_asked(each, config) for each in _schedule(config).totals]
-    if asked not in agreed_specs:
-        near = min(agreed_specs, key=lambda each: sum(each[key] != asked[key] for key in asked))
-        name = next(key for key in asked if asked[key] != near[key])
-        raise RefusedError(f"{name} = {asked[name]}: the run agreed to asks for {near[name]}")
+    asked, agreed_to = _asked(spec, config), _asked(_schedule(config).spec(round_), config)
+    if name := next((key for key in asked if asked[key] != agreed_to[key]), None):
+        raise RefusedError(f"{name} = {asked[name]}: round {round_} of the run agreed to asks for {agreed_to[name]}")
 
 
 def _asked(spec: UpdateSpec, config: RunConfig) -> dict[str, object]:
@@ -179,7 +180,8 @@ def _asked(spec: UpdateSpec, config: RunConfig) -> dict[str, object]:
 def _schedule(config: RunConfig) -> RunSchedule:
     """The schedule of a run, with any rates; where noise follows from a target, with any noise that is not set."""
     has_target = config.target_epsilon or config.target_risk
-    noised = replace(config, start_noise_multiplier=1.0) if has_target else calibrated(config, (), {})
+    start = None if config.noise_schedule else 1.0
+    noised = replace(config, start_noise_multiplier=start) if has_target else calibrated(config, (), {})
     return RunSchedule.of(with_any_rates(noised))
 
 

@@ -366,7 +366,7 @@ def _agreed(decoded: _Decoded, config: RunConfig, holder: NodeHolder) -> tuple[f
         raise RefusedError("secure_aggregation: was agreed, and this request has no terms of a sum under masks")
     if not has_agreed:
         return None
-    check_agreed(decoded.spec, config)
+    check_agreed(decoded.spec, decoded.key.round, config)
     # What `rho` costs a node cannot know; it is no less than `local`.
     view: PlannedView = "aggregate" if config.privacy_view == "aggregate" else "local"
     return (config.target_epsilon, view) if config.target_epsilon else None

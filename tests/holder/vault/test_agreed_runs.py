@@ -98,16 +98,34 @@ def test_an_end_that_is_no_day_is_refused(until):
     ("fields", "reason"),
     [
         ({}, ""),
-        ({"noise_multiplier": 0.5}, "noise_multiplier = 0.5: the run agreed to asks for 1.0"),
-        ({"num_rounds": 30}, "num_rounds = 30: the run agreed to asks for 3"),
-        ({"local_steps": 2}, "local_steps = 2: the run agreed to asks for 1"),
-        ({"sampling_probability": 1.0}, "sampling_probability = 1.0: the run agreed to asks for 0.0"),
+        ({"noise_multiplier": 0.5}, "noise_multiplier = 0.5: round 1 of the run agreed to asks for 1.0"),
+        ({"num_rounds": 30}, "num_rounds = 30: round 1 of the run agreed to asks for 3"),
+        ({"local_steps": 2}, "local_steps = 2: round 1 of the run agreed to asks for 1"),
+        ({"sampling_probability": 1.0}, "sampling_probability = 1.0: round 1 of the run agreed to asks for 0.0"),
     ],
 )
 def test_a_request_that_its_own_run_does_not_make_is_refused_uncharged(node, start, fields, reason):
     """The configuration is the one agreed to, and the instruction is not its own."""
     own = node(run_config())
     answer = ask(own, training(run_config(), start, fields=fields))
+    assert (answer.code, reason in answer.response.reason) == (REFUSED if reason else 0, True), answer
+    assert num_charges(own) == (not reason)
+
+
+@pytest.mark.parametrize(
+    ("round_", "z", "q", "reason"),
+    [
+        (1, 3.0, 0.5, ""),
+        (2, 1.0, 1.0, ""),
+        (1, 1.0, 0.5, "noise_multiplier = 1.0: round 1 of the run agreed to asks for 3.0"),
+        (1, 3.0, 1.0, "sampling_probability = 1.0: round 1 of the run agreed to asks for 0.5"),
+        (4, 2.0, 0.5, "round = 4: the run agreed to has rounds = 3"),
+    ],
+)
+def test_a_round_has_the_noise_that_the_schedule_has_for_it_and_not_that_of_another(node, start, round_, z, q, reason):
+    run = run_config(noise_schedule="[[3, 0.5], [1, 1], [2, 0.5]]")
+    own = node(run)
+    answer = ask(own, training(run, start, round_=round_, fields={"noise_multiplier": z, "sampling_probability": q}))
     assert (answer.code, reason in answer.response.reason) == (REFUSED if reason else 0, True), answer
     assert num_charges(own) == (not reason)
 
