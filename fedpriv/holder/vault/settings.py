@@ -269,7 +269,7 @@ _TERMS = (
     *("secure_aggregation", "colluding_clients", "privacy_view", "target_epsilon", "target_risk"),
     *("rounds", "local_steps", "batch_size", "sampling_probability", "lora_sampling_probability", "lora_rounds"),
     *("train", "head_start", "noise_on", "mechanism", "mechanism_parameters", "clipping", "clip_norm", *_NOISE),
-    *("evaluation_noise_multiplier", "test_fraction"),
+    *("noise_schedule", "evaluation_noise_multiplier", "test_fraction"),
 )
 
 

@@ -55,6 +55,7 @@ def start(tiny_bert):
         ({"num_clients": 9, "min_clients": 2, "round_seconds": 60.0, "seed": 4, "out": "/elsewhere"}, ""),
         ({"rounds": 4}, "rounds = 4, agreed was 3"),
         ({"noise_multiplier": 0.9}, "noise_multiplier = 0.9, agreed was 1.0"),
+        ({"noise_schedule": [3.0, 2.0, 1.0]}, 'noise_schedule = "3.0,2.0,1.0", agreed was ""'),
         ({"purpose": "marketing"}, 'purpose = "marketing", agreed was ""'),
         ({"until": "2999-01-01"}, 'until = "2999-01-01", agreed was ""'),
         (SUMS, "secure_aggregation = true, agreed was false"),
