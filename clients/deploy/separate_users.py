@@ -227,7 +227,10 @@ def _check_key(path: Path, kind: Kind) -> Check:
 
 def _let_read(path: Path, client: User, owner: User) -> None:
     """Let the group of the SuperNode's user read a file of the node's, and nobody else."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # not there, or a link to what may be another's: `_probe` says whether it can be read
+        return
     try:
         status = os.fstat(file)
         if stat.S_ISREG(status.st_mode) and status.st_uid in (0, owner.uid) and status.st_nlink == 1:

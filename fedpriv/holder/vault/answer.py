@@ -211,8 +211,9 @@ def _afford(request: Request, holder: Holder) -> Response:
         bench = bench_of(config, holder)
         try:
             for spec, event in specs:
-                _check_spec(spec, 1, config, bench, policy, data_set.num_records)
-                if spec.objective != COUNTS:
+                evaluates = spec.objective == COUNTS
+                _check_spec(spec, 1, config, bench, policy, data_set.num_records, evaluates=evaluates)
+                if not evaluates:
                     check_limits(spec, event, 1, policy.limits)
         except RefusedError as error:
             objection = str(error)[: kinds.MAX_TEXT_LENGTH]
@@ -384,7 +385,7 @@ def _checked(
     key, spec, broadcast, part = decoded
     if part and part.num_records != num_registered:
         raise RefusedError(f"terms: num_records = {part.num_records}: this node registered {num_registered}")
-    _check_spec(spec, key.round, config, bench, policy, num_registered)
+    _check_spec(spec, key.round, config, bench, policy, num_registered, evaluates=kind == EVALUATE)
     coins, choices, noise = (
         _source(config, int(key.client), key.round, purpose)
         for purpose in ("inclusion", "choices", "evaluation" if kind == EVALUATE else "noise")
@@ -416,11 +417,21 @@ def _checked(
 
 
 def _check_spec(
-    spec: UpdateSpec, round_: int, config: RunConfig, bench: Workbench, policy: NodePolicy, num_registered: int
+    spec: UpdateSpec,
+    round_: int,
+    config: RunConfig,
+    bench: Workbench,
+    policy: NodePolicy,
+    num_registered: int,
+    *,
+    evaluates: bool,
 ) -> None:
-    """Refuse an update or evaluation that would not protect the holder's records, whatever it costs."""
+    """Refuse an update or evaluation that would not protect the holder's records, whatever it costs.
+
+    Which of both it is the kind of the question says, and not the specification, which an update could have from there.
+    """
     check_unit(spec, most=config.most_of_a_person)
-    if spec.objective == COUNTS:
+    if evaluates:
         check_evaluation(spec, round_, policy, noise_source=config.noise_source)
     else:
         check_instruction(

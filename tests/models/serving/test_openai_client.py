@@ -187,7 +187,7 @@ def test_a_refusal_names_the_parameter_its_value_and_the_limit_in_one_line(clien
 
 def test_n_answers_count_as_n_prompts_of_a_token(client, engine, monkeypatch):
     asked = {"model": "global", "prompt": "x", "max_tokens": 200, "stream": True}
-    monkeypatch.setattr(engine, "seconds", 0.01)
+    monkeypatch.setattr(engine, "seconds", 0.1)  # so that none ends before the last is asked
     with (
         client.completions.create(**asked, n=64),
         client.completions.create(**asked, n=64),
@@ -200,7 +200,7 @@ def test_log_probabilities_count_as_inputs_of_a_token(clients, engine, monkeypat
     """Two answers that are told in full take most of what a token may have under way."""
     client = clients[1]  # answers of the first one that nobody reads may still be under way
     asked = {"model": "global", "messages": ASKED, "max_tokens": 256, "logprobs": True, "top_logprobs": 20, "n": 3}
-    monkeypatch.setattr(engine, "seconds", 0.01)
+    monkeypatch.setattr(engine, "seconds", 0.1)  # so that none ends before the last is asked
     with (
         client.chat.completions.create(**asked, stream=True),
         client.chat.completions.create(**asked, stream=True),
