@@ -83,7 +83,7 @@ def _measured_in(folder: Path, out: Path, name: str) -> Line:
 def line_of(name: str, store: Path, reports: list[LoadingReport]) -> dict[str, Any]:
     """Medians over repetitions, each with other queries, of the arms that never failed."""
     with Store(store, read_only=True) as opened:
-        sizes = {"bytes_of_models": opened.bytes_logical, "bytes_of_store": opened.bytes_stored}
+        sizes = {"bytes_of_models": opened.tensor_bytes, "bytes_of_store": opened.bytes_stored}
         num_models = len(opened.names)
     first = reports[0]
     arms = []
