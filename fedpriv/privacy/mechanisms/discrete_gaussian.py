@@ -1,8 +1,9 @@
 """Exact discrete Gaussian noise on sums of clipped gradients, the grid on which they become integers, and its cost.
 
 Lemma. On integers, adding N_Z(0, sigma^2) to each of d coordinates has the law of adding N(0, sigma^2 - 9) and rounding
-each result to an integer at random, whatever the data, up to `max_divergence`. So whatever bounds the continuous
-mechanism, sampled or composed, bounds the discrete one. docs/appendices/discrete_gaussian.md has the proof.
+each result to an integer at random, whatever the data, up to 4 d exp(-18 pi^2) < 3e-77 d in the log of their ratio. So
+whatever bounds the continuous mechanism, sampled or composed, bounds the discrete one: an epsilon holds up to twice
+this a release, which no floating-point accountant can resolve. docs/appendices/discrete_gaussian.md has the proof.
 """
 
 from __future__ import annotations
@@ -195,18 +196,6 @@ def _largest(request: NoiseRequest, client: int) -> float:
 def _is_exact(grid: float) -> bool:
     """Whether products with the grid are exact, because it is a power of two."""
     return math.frexp(grid)[0] == 0.5
-
-
-def max_divergence(dimension: int) -> float:
-    """The lemma's bound on |log| of the ratio of both laws' probabilities: 4 d exp(-18 pi^2), less than 3e-77 d.
-
-    T compositions count T times. An epsilon holds up to twice this, which no floating-point accountant can resolve.
-
-    Args:
-        dimension: d, number of coordinates, >= 1.
-    """
-    # The proof's bound exceeds this by a factor of 1 + 1e-76.
-    return 4.0 * dimension * math.exp(-2.0 * math.pi**2 * _ROUNDING_VARIANCE)
 
 
 @dataclass(frozen=True, kw_only=True)

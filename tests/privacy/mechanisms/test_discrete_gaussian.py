@@ -17,11 +17,11 @@ from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms import discrete_gaussian
 from fedpriv.privacy.mechanisms.discrete_gaussian import (
+    _ROUNDING_VARIANCE,
     CHARGED_SHARE,
     MECHANISM,
     MIN_STDDEV,
     integers,
-    max_divergence,
 )
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import SeededSource
@@ -307,10 +307,9 @@ def test_rounding_a_smaller_gaussian_at_random_gives_the_discrete_one_within_the
     assert distance(0.0) > bound
 
 
-def test_the_lemmas_bound_is_4_exp_of_minus_18_pi_squared_for_a_coordinate():
+def test_the_lemmas_bound_is_less_than_3e_77_a_coordinate():
     # 18 pi^2 = 177.65288 and 177.65288 / ln 10 = 77.15366, so 4 * 10^-77.15366 = 2.8079e-77.
-    assert max_divergence(1) == pytest.approx(2.808e-77, rel=1e-3)
-    assert max_divergence(28_000) == pytest.approx(28_000 * max_divergence(1))
+    assert 4 * math.exp(-2 * math.pi**2 * _ROUNDING_VARIANCE) == pytest.approx(2.808e-77, rel=1e-3)
 
 
 def test_the_common_share_charges_no_more_than_the_lemma_allows():
