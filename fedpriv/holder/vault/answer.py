@@ -215,11 +215,12 @@ def _afford(request: Request, holder: Holder) -> Response:
                 _check_spec(spec, 1, config, bench, policy, data_set.num_records, evaluates=evaluates)
                 if not evaluates:
                     check_limits(spec, event, 1, policy.limits)
-        except RefusedError as error:
+        except RefusedError as error:  # noted as what it is: the run would have been refused
+            _refused(error, request, holder)
             objection = str(error)[: kinds.MAX_TEXT_LENGTH]
         else:
             seconds = max(_reply_seconds(spec, config, bench, holder, data_set) for spec, _ in specs)
-    holder.journal.write("asked", planned=total, affordable=fitting, reply_seconds=seconds, objection=objection)
+    holder.journal.write("asked", planned=total, affordable=fitting, reply_seconds=seconds)
     return Response.of(
         fields=kinds.pack(kinds.Affordable(releases=fitting, reply_seconds=seconds, objection=objection))
     )

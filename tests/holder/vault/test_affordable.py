@@ -147,6 +147,9 @@ def test_the_policy_and_the_time_are_told_before_anything_is_charged(holder, tin
     assert response.fields["objection"] == objection
     assert response.fields["reply_seconds"] == (0.0 if objection else 7.0)
     assert releases_in(own) == 0
+    events = map(json.loads, own.settings.events.read_text().splitlines())
+    told = [each["reason"] for each in events if each["event"] == "refused"]
+    assert told == [f"refused: {objection}"][: bool(objection)], "what metrics and statements count"
 
 
 @pytest.mark.parametrize(
