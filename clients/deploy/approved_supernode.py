@@ -203,7 +203,7 @@ class WarmExecutor(SubprocessExecutor):
 def is_admitted(address: str, certificates: Path, key: Path) -> bool:
     """Whether a SuperLink knows a node's key; it changes nothing there.
 
-    Flower 1.41 looks the key up before it refuses heartbeats at such an interval.
+    Flower 1.42 looks the key up before it refuses heartbeats at such an interval.
 
     Args:
         address: HOST:PORT of the SuperLink.
