@@ -20,9 +20,9 @@ from tests.chats import chat_model
 from tests.vaults import make_vault, write_records
 
 NUM_RECORDS = 400
-# Persons of twenty records, of which a node keeps eight.
+# Persons of ten records, of which a node keeps eight; that none of forty is set aside has a probability of 1e-4.
 ROWS = [
-    (f"What is {'flu' if row % 3 else 'rash'} {row}?", ("negative", "positive", "neither")[row % 3], f"P{row // 20}")
+    (f"What is {'flu' if row % 3 else 'rash'} {row}?", ("negative", "positive", "neither")[row % 3], f"P{row // 10}")
     for row in range(NUM_RECORDS)
 ]
 KEPT = 8
@@ -123,9 +123,10 @@ def test_runs_that_set_other_texts_evaluate_the_same_records_and_train_on_no_oth
         assert train == trained & allowed(changes)
         forget()
     assert evaluated.isdisjoint(trained)
-    assert 0 < len(evaluated) < len(trained)
+    assert evaluated
+    assert trained
     if unit == "person":
-        assert len(evaluated | trained) == KEPT * (NUM_RECORDS // 20)
+        assert len(evaluated | trained) == KEPT * (NUM_RECORDS // 10)
     with reading(settings.ledger) as db:
         (data_set,) = {entry.data_set for entry in db.entries()}
         assert len(db.content_changes(data_set)) == 1, "the records are said to have changed"

@@ -158,8 +158,12 @@ def _risk_of(events: tuple[Event, ...], delta: float) -> Risk:
     if not _is_bounded(events):
         return Risk.none(unit)
     risk = Risk.of(trade_off_of(events), delta, unit)
-    mu = _unsampled_mu(events)
-    return risk if mu is None else replace(risk, mu=mu, mu_regret=0.0)
+    if (mu := _unsampled_mu(events)) is not None:
+        return replace(risk, mu=mu, mu_regret=0.0)
+    if rounding_of(delta, events):  # which may exceed delta; Renyi divergences have none
+        mu = min(risk.mu, mu_of(_by_divergences(events), delta))
+        return replace(risk, mu=mu, mu_regret=regret_of(risk.trade_off, mu))
+    return risk
 
 
 @lru_cache(maxsize=256)
@@ -176,9 +180,13 @@ def trade_off_of(events: tuple[Event, ...]) -> TradeOff:
         epsilons = np.unique(np.concatenate([[0.0], *lines]))
         deltas = np.clip(loss.get_delta_for_epsilon(epsilons), 0.0, 1.0)
         known = profile(epsilons, deltas + [rounding_of(delta, composition) for delta in deltas])
-    else:
-        known = renyi(ORDERS, total_curve(composition))
-    return revealing(known, _own_delta(events))
+        return revealing(known, _own_delta(events))
+    return _by_divergences(events)
+
+
+def _by_divergences(events: Sequence[Event]) -> TradeOff:
+    """The trade-off function that the Renyi divergences of a composition imply."""
+    return revealing(renyi(ORDERS, total_curve(events)), _own_delta(events))
 
 
 def _is_bounded(events: Iterable[Event]) -> bool:

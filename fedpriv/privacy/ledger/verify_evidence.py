@@ -1,7 +1,4 @@
-"""Check a bundle of evidence without fedpriv: `python verify_evidence.py BUNDLE.zip [--head DIGEST]`.
-
-By docs/appendices/evidence.md; needs cryptography, dp-accounting, numpy, scipy. Exit code 1: a line is NOT CONFIRMED.
-"""
+"""Check a bundle that `fedpriv evidence` wrote, without fedpriv; needs cryptography, dp-accounting, numpy and scipy."""
 
 import argparse
 import base64
@@ -25,7 +22,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, dp_event, pld,
 from scipy import optimize, stats
 
 TOLERANCES, LEAST = {"pld": (1e-3, 1e-3), "rdp": (1e-6, 1e-6), "risk": (1e-3, 1e-2)}, 1e-6  # of a figure
-GRID, MOST_LOSSES, LARGE, MANY_CLIENTS = 1e-4, 3e6, 100.0, 32  # of losses; above, or of more, a risk is a bound
+GRID, MOST_LOSSES, LARGE, MANY_CLIENTS, TINY = 1e-4, 3e6, 100.0, 32, 1e-9  # of losses; beyond, a risk is a bound
 LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, more counts as this; part of delta
 VIEWS, KEY, RATES = ("local", "rho", "aggregate"), ("run", "client", "round", "request"), ("0.001", "0.01", "0.05")
 CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
@@ -201,7 +198,7 @@ def composed(events: Events, interval: float = 0.0, orders: Sequence[int] | None
 
 
 @functools.lru_cache(maxsize=4096)
-def epsilon_of(events: Events, delta: float, kind: str, printed: float | None = None) -> float:
+def epsilon_of(events: Events, delta: float, kind: str = "rdp", printed: float | None = None) -> float:
     """Epsilon at delta: all are composed first, and converted once; by pld the lesser of both, or the printed one."""
     by_rdp, reach = (float(composed(events).get_epsilon(at)) for at in (delta, 1e-15))
     interval, said = max(GRID, 2 * reach / MOST_LOSSES), printed or math.inf
@@ -234,17 +231,20 @@ def risk_of(events: Events, delta: float, order: int = 0) -> dict[str, float]:
     profile: Any = None, None, np.linspace(-37.0, 0.0, 4000)  # with half of the tests: the others mirror them
     if not order and not exact:
         typical = min(p * move / max(e.z, 1.0) for e, _ in events for move, p in zip(e.moves, e.drawn, strict=True))
-        loss = composed(events, float(np.clip(typical / 50, GRID / 10, 50 * GRID)))
-        epsilons = np.append(0.0, np.geomspace(1e-4, min(loss.get_epsilon(1e-15), 600.0) + 1e-3, 2000))
-        deltas, ratio = loss.get_delta(epsilons), np.exp(epsilons)
+        finest = float(np.clip(typical / 50, GRID / 10, 50 * GRID))
+        losses = [composed(events, grid) for grid in (finest, 8 * finest)]  # a bound each: floats blur tiny losses
+        epsilons = np.append(0.0, np.geomspace(1e-4, min(losses[0].get_epsilon(1e-15), 600.0) + 1e-3, 2000))
+        deltas, ratio = np.min([loss.get_delta(epsilons) for loss in losses], axis=0), np.exp(epsilons)
         profile = deltas, ratio, stats.norm.ppf(np.clip(-np.diff(deltas) / np.diff(ratio), 1e-300, 0.5))  # of corners
     found: Any = functools.partial(found_at, cost, order, *profile[:2])
     balanced = optimize.brentq(lambda x: float(found(np.array([max(x, 1e-300)]))[0]) + x - 1, -1.0, 0.5)
-    z = np.append(profile[2], stats.norm.ppf(balanced))  # of the last test, the only corner of a divergence's curve
-    needed = stats.norm.ppf(np.clip(found(stats.norm.cdf(z)) - delta, 0, 1)) - z
-    first, *rates = found(np.array([1e-300, *map(float, RATES)])).tolist()
-    mu = math.inf if not exact and first > delta else float(needed.max(initial=exact * math.sqrt(cost)))
-    return {"mu": mu, "advantage": 1 - 2 * balanced} | dict(zip(RATES, rates, strict=True))
+    z = np.append(profile[2], [stats.norm.ppf(max(balanced, 1e-300)), -37.0])  # a divergence has no other corner
+    total = composed(events if delta < TINY and profile[0] is not None else ())  # which rounds to less
+    also = [(its, n) for its, n in zip(total._rdp[::4], total._orders[::4], strict=True) if its]
+    least = np.min([found(x := stats.norm.cdf(z)), *(found_at(*each, None, None, x) for each in also)], axis=0)
+    needed = stats.norm.ppf(np.clip(least - delta, 0, 1)) - z
+    mu = math.inf if not exact and least[-1] > delta else float(needed.max(initial=exact * math.sqrt(cost)))
+    return {"mu": mu, "advantage": 1 - 2 * balanced} | dict(zip(RATES, found(np.array(RATES, float)), strict=True))
 
 
 def found_at(cost: float, order: int, deltas: Any, ratio: Any, x: Any) -> Any:
@@ -254,7 +254,7 @@ def found_at(cost: float, order: int, deltas: Any, ratio: Any, x: Any) -> Any:
     if not order:
         return stats.norm.cdf(stats.norm.ppf(x) + math.sqrt(cost))
     low, high = x, np.ones_like(x)
-    for _ in range(45):
+    for _ in range(52):
         y = (low + high) / 2
         coins = np.log([x, 1 - x]), np.log([y, 1 - y])
         fits = [np.logaddexp.reduce(order * p + (1 - order) * q) <= (order - 1) * cost for p, q in (coins, coins[::-1])]
@@ -264,7 +264,8 @@ def found_at(cost: float, order: int, deltas: Any, ratio: Any, x: Any) -> Any:
 
 def check_risk(name: str, row: Object, events: Events, delta: float, order: int, is_bound: bool, to: Findings) -> None:
     """Compare a printed risk, which may not be too small; where it is a bound, as of large losses, it may be larger."""
-    is_bound |= not order and any(min(e.drawn) < 1 for e, _ in events) and epsilon_of(events, 1e-5, "rdp") > LARGE
+    is_sampled = not order and any(min(e.drawn) < 1 for e, _ in events)
+    is_bound |= is_sampled and (delta < TINY or epsilon_of(events, 1e-5) > LARGE)
     printed = {key: row[key] for key in ("mu", "advantage")} | row["tpr_at_fpr"]
     for key, found in risk_of(events, delta, order).items():
         to.compare(f"{name}: {'found at ' * (key in RATES)}{key}", printed[key], found, "risk", is_bound=is_bound)
@@ -362,8 +363,7 @@ def have_slots(plans: Sequence[Events], releases: Iterable[Object], view: str) -
     slots = [slot for plan in plans for slot in sorted(plan, key=lambda slot: (slot[0].q, -slot[0].z))]
     for event, missing in (event for release in releases for event in seen_by(view, [release])):
         for i, (slot, free) in enumerate(slots):
-            is_closer = event.unit == slot.unit and event.z >= slot.z and event.q <= slot.q
-            if event == slot or (is_closer and event.moves == slot.moves == (1.0,)):
+            if (event.unit, event.moves) == (slot.unit, slot.moves) and event.z >= slot.z and event.q <= slot.q:
                 slots[i], missing = (slot, free - min(free, missing)), missing - min(free, missing)
         if missing:
             return False
@@ -372,7 +372,7 @@ def have_slots(plans: Sequence[Events], releases: Iterable[Object], view: str) -
 
 def main() -> int:
     """Print the findings, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Check a bundle that `fedpriv evidence` wrote.")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle")
     parser.add_argument("--head", help="digest of an entry, which a report or statement printed")
     given, to, part = parser.parse_args(), Findings(), "the rest"

@@ -45,6 +45,24 @@ def test_a_tiny_delta_has_a_finite_mu_by_renyi_curves_too(delta):
     assert 1.0 < trade_off.mu_of(f, 1e-9) <= trade_off.mu_of(f, delta) < 1.5
 
 
+def test_a_delta_below_the_rounding_of_a_loss_distribution_has_the_finite_mu_of_divergences():
+    """The advantage next to it is that of the characteristic function of the total loss, inverted (Gil-Pelaez)."""
+    z, q, steps, width = 0.7, 1e-3, 100_000, 5e-3
+    x = np.arange(-10.0, 11.5, width)
+    ratio = np.expm1((2 * x - 1) / (2 * z**2))
+    outside = stats.norm.pdf(x, scale=z) * width
+    t = (np.arange(450) + 0.5) * 0.02
+    exceed = {}
+    for world, density in {"in": outside * (1 + q * ratio), "out": outside}.items():
+        of_one = [np.dot(density, np.expm1(1j * at * np.log1p(q * ratio))) for at in t]
+        exceed[world] = 0.5 + np.sum(np.exp(steps * np.log1p(of_one)).imag / t) * 0.02 / np.pi
+    true = exceed["in"] - exceed["out"]
+    found, at_larger = (risk_of([sampled(z, q, steps)], delta) for delta in (1e-12, 1e-8))
+    assert true == pytest.approx(0.313305, abs=1e-6)
+    assert true <= found.advantage <= true * (1 + 1e-3)
+    assert at_larger.mu <= found.mu < 1.1
+
+
 def test_a_pair_is_two_lines():
     missed = trade_off.profile(np.array([1.0]), np.array([0.01]))(X)
     assert 1 - missed == pytest.approx(np.minimum(0.01 + math.e * X, 1 - (0.99 - X) / math.e).clip(max=1))
