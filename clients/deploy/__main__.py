@@ -372,7 +372,9 @@ def approve_peers(
         typer.echo(f"{member.name}, partition {member.partition_id}, is approved: {member.fingerprint}")
     typer.echo(f"their keys are in {vault.peers}; they count from the next sum on, without a restart")
     for client in sorted(approved_peers(vault.peers).keys() - {member.partition_id for member in found.members}):
-        typer.echo(f"note: partition {client} is approved and not in the roster; delete {client}.pub to end that")
+        typer.echo(
+            f"note: partition {client} is approved, not in the roster; to end that, delete {vault.peers}/{client}.pub"
+        )
 
 
 @app.command("approve-run", cls=NotedCommand)

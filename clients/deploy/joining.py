@@ -54,7 +54,7 @@ def _tell_invitation(invitation: Invitation) -> None:
 
 def _cost(plan: RunConfig) -> str:
     """The cost of the planned run for a node that takes part in every round, as far as it is known beforehand."""
-    view = f"on the {plan.privacy_view} view, at delta {plan.delta or '1 / (10 N_k)'}"
+    view = f"on the {plan.privacy_view} view, at delta {plan.delta or '1 / (10 N_k), at most 1e-5'}"
     if plan.target_risk:
         return f"a risk of at most {plan.target_risk} {view}"
     if plan.target_epsilon:

@@ -203,7 +203,8 @@ class ServerSight:
 
     Attributes:
         valid_until: end of the certificate's validity, in seconds since the epoch.
-        clock_offset: seconds by which this machine's clock is ahead, to about half a second; None if nothing says.
+        clock_offset: seconds by which this machine's clock is ahead at least, 0 if the time that the answer took may be
+            all; None if nothing says.
     """
 
     valid_until: float
@@ -219,11 +220,12 @@ def sight_of_server(host: str, port: int, trusted: Path | ssl.SSLContext) -> Ser
     context = ssl.create_default_context(cafile=str(trusted)) if isinstance(trusted, Path) else trusted
     start = time.time()
     with _client(context) as client, client.stream("HEAD", _url(host, port)) as response:
-        local = (start + time.time()) / 2
+        end = time.time()
         certificate = response.extensions["network_stream"].get_extra_info("ssl_object").getpeercert()
         date = response.headers.get("Date", "")
     try:
-        offset = local - parsedate_to_datetime(date).timestamp() - 0.5
+        dated = parsedate_to_datetime(date).timestamp()  # a second that has begun, somewhere between start and end
+        offset = min(max(0.0, start - dated - 1), end - dated)
     except (TypeError, ValueError):
         offset = None
     return ServerSight(ssl.cert_time_to_seconds(certificate["notAfter"]), offset)

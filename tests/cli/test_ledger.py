@@ -125,7 +125,7 @@ def test_a_statement_names_the_fewest_against_whom_its_sums_were_charged(tmp_pat
     assert [note for note in notes if note] == [json.dumps({"num_readers": num}) for num in readers if num]
     text, _ = fedpriv("ledger", "statement", path, "--client", "0", "--view", "aggregate")
     assert f": against {against}, where" in " ".join(text.split())
-    assert ("earlier versions did not count" in " ".join(text.split())) == (0 in readers)
+    assert ("those of earlier versions, do not count" in " ".join(text.split())) == (0 in readers)
 
 
 def test_statement_says_what_was_spent_what_it_covers_and_where_to_check(path):

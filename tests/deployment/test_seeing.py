@@ -108,7 +108,7 @@ def test_a_run_is_seen_while_it_goes_on_and_all_figures_agree(site, holders_run)
 
 def test_a_refusal_a_closed_node_and_one_that_is_stopped_are_seen(site, holders_run):
     (site.node(2) / "closed").write_text("for a test\n")
-    weak = {**holders_run, "num_clients": 3, "noise_multiplier": 0.1, "rounds": 1, "registration_seconds": 5}
+    weak = {**holders_run, "num_clients": 3, "noise_multiplier": 0.1, "rounds": 1, "registration_seconds": 30}
     output = site.run({**weak, "out": str(site.coordinator / "runs" / "weak")}, code=1)
     assert "noise_multiplier: its effective value" in output or "closed" in output
     wait_until(lambda: "fedpriv_refusals_total" in names(of_node(site, 1)), "refusals", 40)

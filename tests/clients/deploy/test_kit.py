@@ -305,7 +305,8 @@ def test_what_is_planned_is_told_with_its_cost_kept_and_another_run_is_agreed_to
     for line in (
         "contact: Dr. Huber, +49 30 1234",
         "purpose: triage, until 2999-06-30",
-        "cost: epsilon 2 at most on the local view, at delta 1 / (10 N_k); a round that is asked again costs again",
+        "cost: epsilon 2 at most on the local view, at delta 1 / (10 N_k), at most 1e-5; "
+        "a round that is asked again costs again",
     ):
         assert line in told.splitlines(), told
     vault = Node.read(tmp_path / "node").vault

@@ -6,6 +6,7 @@ import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from clients.deploy.folder import Node
 from clients.deploy.supernode import units
 from fedpriv.holder.vault._disk import BEYOND
 from fedpriv.holder.vault.rollback import ReceiptWatch
+from fedpriv.operate import checks
 from fedpriv.operate.command_line import unit_name
 from fedpriv.operate.metrics import Measured
 from fedpriv.privacy.accounting.events import SubsampledGaussian
@@ -158,11 +160,18 @@ def test_alerts_of_a_node_fire(node, alert, monkeypatch):
         assert firing(samples(node, *kinds)) == {alert}
 
 
-@pytest.mark.parametrize(("seconds", "firing_alerts"), [(0, set()), (60, {"ClockApart"}), (-60, {"ClockApart"})])
-def test_a_clock_that_is_apart_from_the_coordinators_fires(node, tmp_path, seconds, firing_alerts):
+@pytest.mark.parametrize(
+    ("seconds", "takes", "firing_alerts"),
+    [(0, 0, set()), (60, 0, {"ClockApart"}), (-60, 0, {"ClockApart"}), (0, 30, set()), (60, 30, {"ClockApart"})],
+)
+def test_a_clock_that_is_apart_from_the_coordinators_fires_and_a_slow_answer_does_not(
+    node, tmp_path, monkeypatch, seconds, takes, firing_alerts
+):
     certificates.make_ca(tmp_path, 100)
     certificates.make_server_certificate(tmp_path, ["127.0.0.1"], 90)
     node.ca_certificate.write_bytes((tmp_path / "ca.crt").read_bytes())
+    moments = iter([0, takes])  # before and after the answer
+    monkeypatch.setattr(checks, "time", SimpleNamespace(time=lambda: time.time() + next(moments)))
     with serving(tmp_path, clock_offset=timedelta(seconds=seconds)) as port:
         found = samples(replace(node, superlink=f"127.0.0.1:{port}"), "coordinator")
     assert firing(found) == firing_alerts
