@@ -296,7 +296,7 @@ def check_configuration(config: RunConfig) -> None:
     # The folder's file holds what was derived when the run began, which is derived again.
     free = {
         *RunConfig.keys_with(Fact.OUTSIDE),
-        *(["noise_multiplier"] if began.target_epsilon or began.target_risk else []),
+        *(["noise_multiplier"] if began.has_target else []),
         *(key for key in RunConfig.keys_with(Fact.CALIBRATED) if getattr(config, key) is None),
         *(RunConfig.keys_with(Fact.BY_TRAIN) if began.train == "auto" else ()),
     }

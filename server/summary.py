@@ -124,13 +124,15 @@ def summarize(
         "accountant": "pld or rdp" if any(cost.upper_bound_only for cost in known) else "pld",
         "private": largest["local"] != math.inf and not config.simulate and not caveat,
         "mechanism": config.mechanism,
-        "epsilon_as_published_max": _unproven(outcome) if caveat else None,
+        "epsilon_as_published_max": _largest_epsilon(outcome) if caveat else None,
+        "epsilon_sound_max": _largest_epsilon(outcome, proven=True) if caveat else None,
         "caveat": caveat,
         "noise_source": config.noise_source,
         "budget_epsilon": list(config.budget_epsilon),
         "privacy_view": config.privacy_view,
         "target_epsilon": config.target_epsilon,
         "target_risk": config.target_risk,
+        "target_epsilon_published": config.target_epsilon_published,
         "stopped_early": outcome.strategy.stopped,
         "adapters_moved": not unmoved,
         "unmoved_tensors": unmoved,
@@ -221,12 +223,13 @@ def _labels_of(bench: Workbench, config: RunConfig, labels: Sequence[str]) -> Ca
     return lambda client: {"num_by_label": [numbers[client][label] for label in labels]}
 
 
-def _unproven(outcome: SeriesOutcome) -> float:
-    """The largest figure that an accounting without proof gives a client; no guarantee."""
+def _largest_epsilon(outcome: SeriesOutcome, *, proven: bool = False) -> float:
+    """The largest figure that an accounting without proof gives a client; or the proven one of the same noise."""
     accounts = outcome.strategy.books.accounts
+    histories = ((accounts.history(client, "local"), delta) for client, delta in accounts.deltas.items())
     return max(
-        epsilon_of(accounts.history(client, "local"), delta, "rdp", allow_unproven=True).epsilon
-        for client, delta in accounts.deltas.items()
+        epsilon_of([each.proven for each in events] if proven else events, delta, allow_unproven=True).epsilon
+        for events, delta in histories
     )
 
 

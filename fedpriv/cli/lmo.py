@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ Steps = Annotated[int, typer.Option(help="Noisy steps that share the budget.", m
 Sampling = Annotated[float, typer.Option(help="q = B / N_k, in (0, 1].")]
 Sensitivity = Annotated[float, typer.Option(help="L2, in units of the clip norm.")]
 Combination = Annotated[
-    str,
+    Any,
     typer.Option(
         click_type=OneOf("fedpriv.privacy.accounting.lmo_parameters:Combination"),
         help="How the parts are combined: by weights that sum to one, or by factors.",
@@ -34,13 +33,13 @@ Parts = Annotated[
     ),
 ]
 Objective = Annotated[
-    str,
+    Any,
     typer.Option(
         click_type=OneOf("fedpriv.methods.lmo.search:Objective"), help="What makes one noise better than another."
     ),
 ]
 Accounting = Annotated[
-    str,
+    Any,
     typer.Option(
         click_type=OneOf("fedpriv.privacy.accounting.lmo_parameters:LmoAccounting"),
         help="published is no guarantee for a vector.",
@@ -55,27 +54,37 @@ Seed = Annotated[int, typer.Option(help="Of the search.", min=0)]
 @command(app)
 def account(
     params: Params,
-    order: Annotated[float, typer.Option(help="Renyi order alpha > 1.")],
+    order: Annotated[float | None, typer.Option(help="Renyi order alpha > 1, unless u stays hidden.")] = None,
+    observer: Annotated[
+        str,
+        typer.Option(
+            click_type=OneOf("fedpriv.privacy.accounting.lmo_renyi:Observer"), help="Who sees what of a release."
+        ),
+    ] = "noise-and-scale",
     dimension: Annotated[int, typer.Option(help="Coordinates that are noised.", min=1)] = 1,
     sensitivity: Sensitivity = 1.0,
 ) -> Result:
-    """The Renyi divergence of one release: as published, which holds for a single number, and sound for a vector.
+    """The cost of one release: Renyi divergences, as published, for a single number, and sound, for a vector.
+
+    With --observer noise-only, whom every run has, u stays hidden: the epsilon of pure differential privacy (Theorem
+    A.2), and the noise multiplier of Gaussian noise that protects no more.
 
     Example: fedpriv lmo account --params lmo.json --order 8 --dimension 76808
     """
     from fedpriv.privacy.accounting.lmo_distribution import Columns
     from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
-    from fedpriv.privacy.accounting.lmo_renyi import divergences
+    from fedpriv.privacy.accounting.lmo_renyi import divergences, gaussian_multiplier, largest_loss
 
     of = Columns.of(LmoParameters.from_json(read_text(params)))
-    values = {
-        "order": order,
-        "dimension": dimension,
-        "sensitivity": sensitivity,
-        **divergences(of, order, dimension=dimension, sensitivity=sensitivity),
-        "variance": float(of.variance),
-        "published_is_guarantee": dimension == 1,
-    }
+    noise = {"dimension": dimension, "sensitivity": sensitivity}
+    if observer == "noise-only":
+        costs: dict[str, Any] = {"pure_epsilon": float(largest_loss(of, **noise))}
+        costs |= {"effective_noise_multiplier": gaussian_multiplier(of, sensitivity)}
+    elif order is None:
+        raise InputError("order: is missing; --observer noise-only needs none")
+    else:
+        costs = {**divergences(of, order, **noise), "published_is_guarantee": dimension == 1}
+    values = {"order": order, "observer": observer, **noise, **costs, "variance": float(of.variance)}
     return Result(values, entries(values))
 
 
@@ -114,16 +123,10 @@ def search_noise(
         sampling_probability=sampling_probability,
         sensitivity=sensitivity,
         dimension=dimension,
-        accounting=accounting,  # type: ignore[arg-type]  # checked by the option
+        accounting=accounting,
     )
     space = _space(combination, part, ranges)
-    found = search(
-        space,
-        budget,
-        objective=objective,  # type: ignore[arg-type]  # checked by the option
-        tolerance=tolerance,
-        seed=seed,
-    )
+    found = search(space, budget, objective=objective, tolerance=tolerance, seed=seed)
     parameters = found.parameters.to_dict()
     values: dict[str, Any] = {
         **asdict(budget),
@@ -170,8 +173,8 @@ def compare_noises(
         budget,
         epsilons=epsilons,
         dimensions=sorted({1, dimension}),
-        combination=combination,  # type: ignore[arg-type]  # checked by the option
-        objective=objective,  # type: ignore[arg-type]  # checked by the option
+        combination=combination,
+        objective=objective,
         ablations=ablations,
         seed=seed,
     )
@@ -227,7 +230,7 @@ def coverage_of_space(
     return Result({"records": records}, table(records, list(records[0])))
 
 
-def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -> Any:
+def _space(combination: Any, parts: Any, ranges: Path | None) -> Any:
     """The search space that the options describe."""
     from fedpriv.methods.lmo.search import PARTS, RANGES, SearchSpace
 
@@ -244,7 +247,7 @@ def _space(combination: str, parts: Sequence[str] | None, ranges: Path | None) -
         if not isinstance(bounds, list) or not all(type(bound) in (int, float) for bound in bounds):
             raise InputError(f"{name} = {bounds!r}: must be [low, high]")
     return SearchSpace(
-        combination=combination,  # type: ignore[arg-type]  # checked by the option
-        parts=tuple(dict.fromkeys(parts)) if parts else PARTS,  # type: ignore[arg-type]  # checked by the option
+        combination=combination,
+        parts=tuple(dict.fromkeys(parts)) if parts else PARTS,
         **{name: tuple(bounds) for name, bounds in given.items()},
     )

@@ -296,6 +296,8 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     target_risk: Annotated[str, Fact.PRIVACY] = ""
     """instead of `target_epsilon`: a [risk](accounting.md#risk) at every client. `tpr=0.1@fpr=0.01`: an attacker who
     wrongly accuses 1 % of outsiders finds at most 10 % of those who took part; `mu=0.9` bounds mu"""
+    target_epsilon_published: Annotated[Positive | None, Maybe, Fact.PRIVACY] = None
+    """instead of both, in simulations: the figure of `"accounting": "published"`, which **is no privacy guarantee**"""
     noise_on: Annotated[Literal["gradients", "upload"], Fact.RELOADS] = "gradients"
     """`gradients`: in every step. `upload`: steps are plain, the whole update is clipped to `clip_norm` and noised, and
     epsilon protects a [*client*](privacy.md#unit-and-adjacency)"""
@@ -321,6 +323,11 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
     counted](secure_aggregation.md#what-each-party-learns)"""
     delta: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Maybe] = None
     """of every epsilon; empty: 1 / (10 N_k) per client, at most 1e-5"""
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the noise is derived, for an epsilon, proven or not, or a risk."""
+        return bool(self.target_epsilon or self.target_risk or self.target_epsilon_published)
 
     @property
     def mechanism_parameters_are_a_file(self) -> bool:
@@ -358,6 +365,11 @@ class PrivacySection(ConfigSection, title="Local update and privacy"):
         if self.mechanism_parameters_are_a_file:
             return
         MECHANISMS.checked_parameters(self.mechanism, self.mechanism_parameters, self.noise_multiplier)
+        if self.target_epsilon_published and not self.caveat:
+            raise ValueError(
+                f"target_epsilon_published = {self.target_epsilon_published:g}: is of mechanism = lmo with "
+                '"accounting": "published" among its parameters; use target_epsilon'
+            )
         if self.caveat and (self.target_epsilon or self.target_risk or self.budget_epsilon):
             raise ValueError(
                 f"mechanism_parameters: their cost is no privacy guarantee ({self.caveat}), so no target or budget of "

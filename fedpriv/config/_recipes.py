@@ -133,7 +133,7 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     Columns of prompts or chat messages imply a causal model, and the recipe `instruction`; one of persons implies that
     these are the unit. With `answers` that recipe is another, and prompts end by asking for one of them.
     `train = auto` is about R between frozen factors of every layer, unless another rule is named.
-    A noise multiplier, a noise schedule or a `target_risk` without a `target_epsilon` leaves out the recipe's target;
+    A noise multiplier, a noise schedule or another target without a `target_epsilon` leaves out the recipe's target;
     secure aggregation has the noise and the view that it is for, and needs every client's upload. A rule that is no
     weighted sum has no optimizer at the server. The value `by recipe` is that of a key that is left out.
     """
@@ -157,7 +157,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
         presets |= WITH_AUTO
         if isinstance(rank := values.get("rank"), int):  # any other is refused by name
             presets["alpha"] = _SCALE_WITH_AUTO * rank
-    if "noise_multiplier" in values or values.get("target_risk") or values.get("noise_schedule"):
+    others = ("target_risk", "target_epsilon_published", "noise_schedule")
+    if "noise_multiplier" in values or any(map(values.get, others)):
         presets["target_epsilon"] = ""
     if values.get("noise_schedule"):
         presets["noise_multiplier"] = 1.0

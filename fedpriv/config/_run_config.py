@@ -89,6 +89,7 @@ class RunConfig(
             mechanism_parameters="",
             target_epsilon=None,
             target_risk="",
+            target_epsilon_published=None,
             budget_epsilon=(),
             privacy_view="local",
             secure_aggregation=False,
@@ -265,6 +266,13 @@ class RunConfig(
             raise ValueError(
                 f"aggregation = {self.aggregation}: needs the adapters of a language model; with a model of your own "
                 f"use {RULE_FACTS.names_of(lambda rule: rule.is_plain)}"
+            )
+
+    def _check_published_target(self) -> None:
+        if self.target_epsilon_published and self.data == ON_NODES:
+            raise ValueError(
+                f"target_epsilon_published = {self.target_epsilon_published:g}: is no privacy guarantee, and for "
+                "simulations alone; data = on-nodes needs target_epsilon"
             )
 
     def _check_task(self) -> None:

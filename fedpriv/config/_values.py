@@ -56,9 +56,12 @@ def two_noises(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_TARGETS = ("target_epsilon", "target_risk", "target_epsilon_published")
+
+
 def _targets_of(values: Mapping[str, Any]) -> list[str]:
     """The keys of targets that somebody chose."""
-    return [key for key in ("target_epsilon", "target_risk") if values.get(key) not in ("", None, BY_RECIPE)]
+    return [key for key in _TARGETS if values.get(key) not in ("", None, BY_RECIPE)]
 
 
 def foreign_to_own_models(values: Mapping[str, Any]) -> list[str]:

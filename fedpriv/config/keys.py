@@ -100,6 +100,7 @@ class _CommonKeys(TypedDict, total=False):
     lora_noise_multiplier: float | None
     target_epsilon: float | None
     target_risk: str
+    target_epsilon_published: float | None
     noise_on: Literal["gradients", "upload"]
     mechanism: str
     mechanism_parameters: str | Path

@@ -225,7 +225,8 @@ def why_not_private(run: RunFolder) -> list[str]:
     if (as_published := run.summary.get("epsilon_as_published_max")) is not None:
         reasons.append(
             f"{run.summary.get('caveat') or 'its noise was accounted for without proof'}; the resulting figure, "
-            f"{format_epsilon(as_published, delta)}, is no privacy guarantee"
+            f"{format_epsilon(as_published, delta)}, is no privacy guarantee; what is proven of this noise is "
+            f"{format_epsilon(run.summary.get('epsilon_sound_max') or INFINITY, delta)}"
         )
     elif format_bound(run.summary["epsilon_local_max"]) == INFINITY:
         reasons.append("no noise bounds what an upload reveals: ε is infinite")

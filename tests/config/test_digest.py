@@ -23,6 +23,7 @@ OTHER |= {
     "baselines": True,
     "delta": 1e-7,
     "target_epsilon": 2.0,
+    "target_epsilon_published": 2.0,
     "target_risk": "mu=1",
     "test_fraction": 0.3,
     "evaluation_noise_multiplier": 4.0,
@@ -95,6 +96,8 @@ def test_digest_depends_on_every_key_but_those_outside(key):
         }
         assert replace(base, **changes[key]).digest != base.digest
         return
+    if key == "target_epsilon_published":
+        base = replace(base, mechanism="lmo", mechanism_parameters="lmo.json")
     if key in ("prompt_column", "response_column", "system_prompt", "prompt_template", "answers"):
         base = RunConfig(prompt_column="q", response_column="a")
     if key in ("person_column", "max_records_per_person"):

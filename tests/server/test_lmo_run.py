@@ -25,6 +25,7 @@ from simulations.engines import federation
 
 UNIFORM = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
 PUBLISHED = UNIFORM.replace("{", '{"accounting": "published", ', 1)
+PAPERS = {"target_epsilon_published": 3.0, "noise_multiplier": BY_RECIPE, "mechanism_parameters": PUBLISHED}
 TARGETED = {"target_epsilon": 3.0, "noise_multiplier": BY_RECIPE}
 LMO = {"mechanism": "lmo", "mechanism_parameters": UNIFORM, "noise_multiplier": 1.0}
 
@@ -70,19 +71,31 @@ def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
     assert 2.9 < max(costs) <= 3.0
 
 
+def test_the_papers_terms_are_met_by_their_own_figure_and_what_is_proven_of_the_noise_is_more(small_run):
+    config = parse({**small_run, **LMO, **PAPERS})
+    initial, sizes = workbench(parse(small_run)).initial, [52, 52, 52]
+    event = planned_event(UpdateSpec.of(calibrated(config, sizes, initial)), 8 / 52, initial)
+    schedule = replace(event, count=config.rounds * event.count)
+    assert 2.99 < epsilon_of([schedule], 1e-5, allow_unproven=True).epsilon <= 3.0
+    assert epsilon_of([schedule], 1e-5).epsilon == float("inf")
+    assert 6.0 < epsilon_of([schedule.proven], 1e-5).epsilon < float("inf")
+
+
 def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_and_ledger(small_run, tmp_path, caplog):
     folder, summary = run(
         {**small_run, "simulate": False, "public_data": True, "baselines": False},
         tmp_path / "run",
-        mechanism_parameters=PUBLISHED,
+        **PAPERS,
     )
     assert summary["private"] is False
     assert summary["epsilon_local_max"] == "inf"
-    assert 0 < summary["epsilon_as_published_max"] < float("inf")
+    assert 2.99 < summary["epsilon_as_published_max"] <= 3.0
+    assert 6.0 < summary["epsilon_sound_max"] < float("inf")
     assert "NO privacy guarantee" in caplog.text
     page = (folder / "report.html").read_text()
     assert "Not private" in page
     assert "accounted as published" in page
+    assert "what is proven of this noise is" in page
     with reading(folder / "ledger.sqlite") as db:
         (first, *_) = statement.statement(db, folder / "ledger.sqlite", "0")
     assert not first["private"]
@@ -98,6 +111,15 @@ def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_an
         ({"aggregation": "flora", "client_ranks": [2, 4, 8]}, "client_ranks"),
         ({**TARGETED, "mechanism_parameters": PUBLISHED}, "is no privacy guarantee"),
         ({"mechanism_parameters": PUBLISHED, "budget_epsilon": 3.0}, "is no privacy guarantee"),
+        ({**PAPERS, "budget_epsilon": 3.0}, "is no privacy guarantee"),
+        ({**PAPERS, "target_risk": "mu=1"}, "is no privacy guarantee"),
+        ({**PAPERS, "noise_multiplier": 1.0}, "give one of the two"),
+        ({**PAPERS, "mechanism_parameters": UNIFORM}, "target_epsilon_published = 3: is of mechanism = lmo with"),
+        ({**PAPERS, "mechanism": "gaussian", "mechanism_parameters": ""}, "target_epsilon_published = 3"),
+        (
+            {**PAPERS, "data": "on-nodes", "labels": ["a", "b"]},
+            "for simulations alone; data = on-nodes needs target_ep",
+        ),
     ],
 )
 def test_what_does_not_fit_lmo_noise_is_refused_by_name(small_run, changes, message):

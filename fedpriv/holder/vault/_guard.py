@@ -172,16 +172,15 @@ def check_agreed(spec: UpdateSpec, round_: int, config: RunConfig) -> None:
 def _asked(spec: UpdateSpec, config: RunConfig) -> dict[str, object]:
     """The numbers that an update asks for, but for rates and codecs, and noise that follows from a target."""
     free = ["learning_rate", "lora_learning_rate", "codec", "quantization", "relevance_threshold"]
-    free += ["noise_multiplier"] if config.target_epsilon or config.target_risk else []
+    free += ["noise_multiplier"] if config.has_target else []
     return {key: value for key, value in vars(spec).items() if key not in free}
 
 
 @lru_cache(maxsize=4)
 def _schedule(config: RunConfig) -> RunSchedule:
     """The schedule of a run, with any rates; where noise follows from a target, with any noise that is not set."""
-    has_target = config.target_epsilon or config.target_risk
     start = None if config.noise_schedule else 1.0
-    noised = replace(config, start_noise_multiplier=start) if has_target else calibrated(config, (), {})
+    noised = replace(config, start_noise_multiplier=start) if config.has_target else calibrated(config, (), {})
     return RunSchedule.of(with_any_rates(noised))
 
 

@@ -278,7 +278,7 @@ def terms_of(run: RunConfig) -> dict[str, configuration.Scalar]:
 
     Noise that follows from a target, and what `train = auto` decides, are derived when a run begins and left out.
     """
-    derived = {*(_NOISE if run.target_epsilon or run.target_risk else ())}
+    derived = {*(_NOISE if run.has_target else ())}
     derived |= {*(RunConfig.keys_with(configuration.Fact.BY_TRAIN) if run.train == "auto" else ())}
     values = configuration.to_flower(run)
     return {key: values[key] for key in _TERMS if key not in derived}

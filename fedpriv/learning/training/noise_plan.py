@@ -57,13 +57,15 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
     Raises:
         InputError: no noise meets the target.
     """
-    if config.target_epsilon is None and not config.target_risk:
+    if not config.has_target:
         return _with_start_beside(config)
     scale = view_scale(config, sizes)
     deltas = [config.delta or default_delta(size) for size in sizes]
     risk = RiskTarget.parse(config.target_risk) if config.target_risk else None
-    target = config.target_epsilon or gaussian_epsilon(risk.gaussian_mu if risk else 0.0, min(deltas))
-    named = f"target_risk = {config.target_risk}" if risk else f"target_epsilon = {target}"
+    published = config.target_epsilon_published
+    target = config.target_epsilon or published or gaussian_epsilon(risk.gaussian_mu if risk else 0.0, min(deltas))
+    named = f"target_epsilon{'_published' if published else ''} = {target}"
+    named = f"target_risk = {config.target_risk}" if risk else named
     evaluation = EvaluationSpec.of(config)
     holders = config.holders_per_person
     fixed = [planned_evaluation(evaluation)] * holders if evaluation else []
@@ -103,7 +105,9 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
         if holders > 1:
             schedules = [(_together([schedules[client][0] for client in _smallest(sizes, holders)]), min(deltas))]
         by_risk = risk and calibrate_to_risk(schedules, risk, fixed=fixed)
-        return _with_value(config, name, by_risk or calibrate_all(schedules, target, fixed=fixed))
+        return _with_value(
+            config, name, by_risk or calibrate_all(schedules, target, fixed=fixed, allow_unproven=bool(published))
+        )
     except ValueError as error:
         raise InputError(f"{named}: {error}") from None
 

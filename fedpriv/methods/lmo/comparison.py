@@ -1,4 +1,4 @@
-"""LMO noise compared with Gaussian and Laplace noise of the same cost, and plots of it (Figures 6, 7 and 10 to 15).
+"""LMO noise compared with Gaussian and Laplace noise of the same cost, and plots of it (Figures 6 and 7).
 
 The paper's Algorithm 2 asks how closely LMO noise approximates arbitrary noise on a grid.
 """
@@ -98,9 +98,7 @@ def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Reco
     """The reduction of mean absolute noise on a scalar against Gaussian noise, next to what the paper reports.
 
     For every epsilon: `paper`, None if it has no figure; `laplace` and `lmo` (all three parts) of the same cost;
-    `staircase`, the largest reduction of any noise that is epsilon-DP at delta 0. The columns `..._classical` compare
-    with Gaussian noise of standard deviation sqrt(2 log(1.25 / delta)) / epsilon, which is larger and, for
-    epsilon > 1, gives no guarantee.
+    `staircase`, the largest reduction of any noise that is epsilon-DP at delta 0.
 
     Args:
         records: of `compare`, for a single release of a scalar, at all epsilons.
@@ -109,13 +107,10 @@ def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Reco
     for epsilon in dict.fromkeys(record["epsilon"] for record in records):
         scalar = [record for record in records if (record["epsilon"], record["dimension"]) == (epsilon, 1)]
         noises = {r["noise"]: r for r in scalar if r["noise"] != "lmo" or r["parts"] == "+".join(PARTS)}
-        stddev = sensitivity * math.sqrt(2 * math.log(1.25 / scalar[0]["delta"])) / epsilon
         means = {name: noises[name]["mean_absolute"] for name in ("laplace", "lmo")}
         means["staircase"] = sensitivity * _least_mean_absolute(epsilon)
         row: Record = {"epsilon": epsilon, "paper": _PAPER_REDUCTION.get(epsilon)}
-        row |= {name: 1 - mean / noises["gaussian"]["mean_absolute"] for name, mean in means.items()}
-        classical = _gaussian_sizes(stddev)["mean_absolute"]
-        rows.append(row | {f"{name}_classical": 1 - mean / classical for name, mean in means.items()})
+        rows.append(row | {name: 1 - mean / noises["gaussian"]["mean_absolute"] for name, mean in means.items()})
     return rows
 
 
@@ -173,15 +168,9 @@ def _gaussian_sizes(stddev: float) -> Record:
 
 
 def write_plots(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Write the plots and return their files: noise sizes (Figure 6), variance and entropy (7), and any ablations.
-
-    Args:
-        records: from `comparison.compare`; with ablations they also give Figures 10 to 15.
-    """
+    """Write the plots of `compare`'s records and return their files: sizes (Figure 6), variance and entropy (7)."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {"lmo-amplitude.png": _amplitudes(records), "lmo-variance-entropy.png": _against_epsilon(records)}
-    if len({record["parts"] for record in records if record["noise"] == "lmo"}) > 1:
-        figures["lmo-ablations.png"] = _ablations(records)
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
     return [folder / name for name in figures]
@@ -225,22 +214,6 @@ def _against_epsilon(records: Sequence[Record]) -> Figure:
                 options = {"color": f"C{colour}", "label": label} | _STYLES[line[0]["noise"]]
                 axes.plot(epsilons, values, style, marker="o", ms=3, **options)
         axes.set(xlabel="epsilon", ylabel=column, yscale="log" if column == "variance" else "linear")
-    axes.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def _ablations(records: Sequence[Record]) -> Figure:
-    """Median absolute value of scalar noise by the parts of u, one group of bars for each epsilon."""
-    scalar = [record for record in records if record["dimension"] == 1 and record["noise"] == "lmo"]
-    epsilons = sorted({record["epsilon"] for record in scalar})
-    names = list(dict.fromkeys(record["parts"] for record in scalar))
-    figure = _figure(10, 3.6)
-    axes = figure.add_subplot()
-    for index, name in enumerate(names):
-        heights = [r["median_absolute"] for e in epsilons for r in scalar if (r["epsilon"], r["parts"]) == (e, name)]
-        axes.bar(np.arange(len(epsilons)) + 0.8 * index / len(names), heights, 0.8 / len(names), label=name)
-    axes.set_xticks(np.arange(len(epsilons)) + 0.35, [f"epsilon {epsilon:g}" for epsilon in epsilons])
-    axes.set(ylabel="median size, clip norms", yscale="log")
     axes.legend(frameon=False, fontsize=8)
     return figure
 

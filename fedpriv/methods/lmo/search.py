@@ -6,7 +6,6 @@ The search is the paper's Algorithm 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -22,13 +21,12 @@ from fedpriv.privacy.accounting.law import Array
 from fedpriv.privacy.accounting.lmo_distribution import Columns
 from fedpriv.privacy.accounting.lmo_parameters import (
     Combination,
-    ExponentialPart,
-    GammaPart,
     LmoAccounting,
     LmoParameters,
     UniformPart,
+    check_one_of,
 )
-from fedpriv.privacy.accounting.lmo_renyi import sampled_curve
+from fedpriv.privacy.accounting.lmo_renyi import amplified, largest_loss, poisson_sampled, sound
 
 # Relative tolerance of the scale.
 _SCALE_TOLERANCE = 1e-7
@@ -41,6 +39,7 @@ Objective = Literal["variance", "mean-absolute", "usefulness"]
 
 PartName = Literal["gamma", "exponential", "uniform"]
 PARTS: tuple[PartName, ...] = get_args(PartName)
+_OWN_AXES = {"gamma": ("shape", "scale"), "exponential": ("rate",), "uniform": ("low", "high")}
 _Range = tuple[float, float]
 
 # Points of the coarse Sobol sequence; population and generations of the optimiser. The sound curve takes about 20 times
@@ -83,9 +82,7 @@ class Budget:
             raise InputError(f"sensitivity = {self.sensitivity}: must be finite and > 0")
         if self.steps < 1 or self.dimension < 1:
             raise InputError(f"steps = {self.steps}, dimension = {self.dimension}: must be whole numbers >= 1")
-        if self.accounting not in get_args(LmoAccounting):
-            known = ", ".join(get_args(LmoAccounting))
-            raise InputError(f"accounting = {self.accounting!r}: must be one of {known}")
+        check_one_of("accounting", self.accounting, LmoAccounting)
 
     def event(self, parameters: LmoParameters) -> SubsampledLmo:
         """The event of all releases, with noise of these parameters."""
@@ -112,18 +109,15 @@ def costs(candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64], po
         orders: integers >= 2; fewer are faster and give a larger epsilon.
         points: of the sound curve's grid; fewer are faster and give a larger epsilon.
     """
-    curve = budget.steps * sampled_curve(
-        candidates,
-        orders,
-        accounting=budget.accounting,
-        dimension=budget.dimension,
-        sensitivity=budget.sensitivity,
-        sampling_probability=budget.sampling_probability,
-        points=points,
-    )
+    q, is_sound = budget.sampling_probability, budget.accounting == "sound"
+    noise = {"dimension": budget.dimension if is_sound else 1, "sensitivity": budget.sensitivity}
+    every = orders if q == 1 else np.arange(2, orders.max() + 1)
+    curve = sound(candidates, every, points=points, **noise)
+    curve = budget.steps * (curve if q == 1 else poisson_sampled(curve, orders, q))
     # dp_accounting.rdp.compute_epsilon: Canonne, Kamath and Steinke 2020, Proposition 12.
     conversion = np.log1p(-1 / orders) - np.log(budget.delta * orders) / (orders - 1)
-    return np.asarray(np.maximum(curve + conversion, 0.0).min(axis=-1))
+    pure = budget.steps * amplified(largest_loss(candidates, **noise), q) if is_sound else math.inf
+    return np.asarray(np.minimum(np.maximum(curve + conversion, 0.0).min(axis=-1), pure))
 
 
 def fitted(parameters: LmoParameters, budget: Budget, *, largest_factor: float = _MAX_FACTOR) -> LmoParameters:
@@ -195,9 +189,7 @@ class SearchSpace:
     high: _Range = (1e-4, 100.0)
 
     def __post_init__(self) -> None:
-        if self.combination not in get_args(Combination):
-            known = ", ".join(get_args(Combination))
-            raise InputError(f"combination = {self.combination!r}: must be one of {known}")
+        check_one_of("combination", self.combination, Combination)
         if not self.parts or not set(self.parts) <= set(PARTS):
             raise InputError(f"parts = {', '.join(self.parts)!r}: must be some of {', '.join(PARTS)}")
         for name in RANGES:
@@ -254,8 +246,7 @@ def search(
 
     Source: Yang et al., Algorithm 3.
     """
-    if objective not in get_args(Objective):
-        raise InputError(f"objective = {objective!r}: must be one of {', '.join(get_args(Objective))}")
+    check_one_of("objective", objective, Objective)
     if not 0 < tolerance < math.inf:
         raise InputError(f"tolerance = {tolerance}: must be finite and > 0")
     orders = search_orders(budget)
@@ -362,8 +353,7 @@ def _sobol(space: SearchSpace, num: int, seed: int) -> Array:
 def _axes(space: SearchSpace) -> list[str]:
     """The meaning of the unit cube's axes."""
     weights = [f"{name} weight" for name in space.parts] if len(space.parts) > 1 else []
-    own: Mapping[str, list[str]] = {"gamma": ["shape", "scale"], "exponential": ["rate"], "uniform": ["low", "high"]}
-    return weights + [axis for name in space.parts for axis in own[name]]
+    return weights + [axis for name in space.parts for axis in _OWN_AXES[name]]
 
 
 def _decoded(space: SearchSpace, units: Array) -> Columns:
@@ -411,13 +401,7 @@ def _weights(space: SearchSpace, units: Array) -> Array:
 
 def _parameters(space: SearchSpace, candidates: Columns) -> LmoParameters:
     """The single candidate as a record."""
-    weights = dict(zip(PARTS, (float(weight[0]) for weight in candidates.weights), strict=True))
-    shape, scale, rate = float(candidates.shape[0]), float(candidates.scale[0]), float(candidates.rate[0])
-    low, high = float(candidates.low[0]), float(candidates.high[0])
-    has = {name: name in space.parts for name in PARTS}
-    return LmoParameters(
-        combination=space.combination,
-        gamma=GammaPart(weight=weights["gamma"], shape=shape, scale=scale) if has["gamma"] else None,
-        exponential=ExponentialPart(weight=weights["exponential"], rate=rate) if has["exponential"] else None,
-        uniform=UniformPart(weight=weights["uniform"], low=low, high=high) if has["uniform"] else None,
-    )
+    weights = {name: {"weight": float(weight[0])} for name, weight in zip(PARTS, candidates.weights, strict=True)}
+    axes = {name: {axis: float(getattr(candidates, axis)[0]) for axis in _OWN_AXES[name]} for name in space.parts}
+    parts = {name: weights[name] | own for name, own in axes.items()}
+    return LmoParameters.from_dict({"combination": space.combination} | parts)

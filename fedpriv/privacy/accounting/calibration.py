@@ -61,7 +61,13 @@ def noise_multiplier_for(
 
 
 def calibrate(
-    schedule: Schedule, epsilon: float, delta: float, accountant: Accountant = "pld", *, fixed: Sequence[Event] = ()
+    schedule: Schedule,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "pld",
+    *,
+    fixed: Sequence[Event] = (),
+    allow_unproven: bool = False,
 ) -> float:
     """The smallest noise multiplier, for any mechanism, that keeps a schedule within (epsilon, delta).
 
@@ -73,6 +79,7 @@ def calibrate(
         delta: in (0, 1).
         accountant: `pld` or `rdp`.
         fixed: further releases, whose noise is given; they count towards epsilon.
+        allow_unproven: as for `epsilon_of`; then the result is no guarantee either.
 
     Raises:
         ValueError: a value is out of range, or no noise up to 1e6 suffices.
@@ -82,7 +89,8 @@ def calibrate(
         raise ValueError(f"epsilon = {epsilon}: must be finite and > 0")
 
     def excess(z: float, accountant: Accountant) -> float:
-        return epsilon_of([*schedule(z), *fixed], delta, accountant).epsilon - epsilon
+        spent = epsilon_of([*schedule(z), *fixed], delta, accountant, allow_unproven=allow_unproven)
+        return spent.epsilon - epsilon
 
     def by_rdp(z: float) -> float:
         return excess(z, "rdp")
@@ -101,6 +109,7 @@ def calibrate_all(
     accountant: Accountant = "pld",
     *,
     fixed: Sequence[Event] = (),
+    allow_unproven: bool = False,
 ) -> float:
     """The smallest noise multiplier that keeps every client within epsilon at its own delta.
 
@@ -109,17 +118,19 @@ def calibrate_all(
         epsilon: target for each client, finite, > 0.
         accountant: `pld` or `rdp`.
         fixed: further releases of every client, whose noise is given; they count towards epsilon.
+        allow_unproven: as for `calibrate`.
 
     Raises:
         ValueError: a value is out of range, there is no client, or no noise suffices.
     """
 
     def exceeds(schedule: Schedule, delta: float, z: float) -> bool:
-        return epsilon_of([*schedule(z), *fixed], delta, accountant).epsilon > epsilon
+        return epsilon_of([*schedule(z), *fixed], delta, accountant, allow_unproven=allow_unproven).epsilon > epsilon
 
-    return _for_all(
-        clients, exceeds, lambda schedule, delta: calibrate(schedule, epsilon, delta, accountant, fixed=fixed)
-    )
+    def needed(schedule: Schedule, delta: float) -> float:
+        return calibrate(schedule, epsilon, delta, accountant, fixed=fixed, allow_unproven=allow_unproven)
+
+    return _for_all(clients, exceeds, needed)
 
 
 def calibrate_to_risk(

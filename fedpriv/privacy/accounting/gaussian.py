@@ -145,23 +145,28 @@ def sampled_curve(sampling_probability: npt.ArrayLike, noise_multiplier: float, 
     q, z = np.broadcast_to(sampling_probability, orders.shape), noise_multiplier
     log_moments = np.empty(orders.shape)
     is_whole = orders == np.floor(orders)
-    for chosen, log_moments_at in ((is_whole, _of_whole_orders), (~is_whole, _of_fractions)):
-        log_moments[chosen] = log_moments_at(q[chosen], z, orders[chosen])
+    if is_whole.any():
+        k = np.arange(2.0, orders[is_whole].max() + 1)
+        log_moments[is_whole] = of_whole_orders(q[is_whole], (k * k - k) / (2 * z * z), orders[is_whole])
+    log_moments[~is_whole] = _of_fractions(q[~is_whole], z, orders[~is_whole])
     return np.asarray(log_moments / (orders - 1))
 
 
-def _of_whole_orders(q: Array, z: float, orders: Array) -> Array:
-    """[orders] log A by the binomial theorem, Eq. (3.4): the mean of the k-th power is exp((k^2 - k) / (2 z^2)).
+def of_whole_orders(q: Array, exponents: Array, orders: Array) -> Array:
+    """[..., orders] log A by the binomial theorem, Eq. (3.4), from the logs of the mean of each power without sampling.
 
     Without the powers' ones, which add up to 1, a small divergence is not lost to rounding.
+
+    Args:
+        q: in (0, 1), [orders].
+        exponents: [..., k] logs of the means of the k-th powers, k = 2, 3, ..., up to the largest order.
+        orders: whole, >= 2, at least one.
     """
-    if not orders.size:
-        return orders
     k, n = np.arange(2.0, orders.max() + 1), orders[:, None]
-    exponents = (k * k - k) / (2 * z * z)
-    less_one = exponents + np.log(-np.expm1(-exponents))
-    terms = _log_binomial(orders, k) + k * np.log(q)[:, None] + (n - k) * np.log1p(-q)[:, None] + less_one
-    return np.asarray(np.logaddexp(0.0, logsumexp(np.where(k <= n, terms, -np.inf), axis=1)))
+    terms = _log_binomial(orders, k) + k * np.log(q)[:, None] + (n - k) * np.log1p(-q)[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):  # a mean may be 1, or infinite, also where k > n
+        terms = terms + (exponents + np.log(-np.expm1(-exponents)))[..., None, :]
+    return np.asarray(np.logaddexp(0.0, logsumexp(np.where(k <= n, terms, -np.inf), axis=-1)))
 
 
 def _of_fractions(q: Array, z: float, orders: Array) -> Array:

@@ -114,6 +114,11 @@ class Event(ABC):
         return ""
 
     @property
+    def proven(self) -> Self:
+        """The same releases by accounting that is proven."""
+        return self
+
+    @property
     def is_guarantee(self) -> bool:
         """Whether the cost is proven."""
         return not self.caveat

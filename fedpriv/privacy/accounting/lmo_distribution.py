@@ -171,12 +171,12 @@ class Columns:
 
     @property
     def variance(self) -> Array:
-        """[...] Variance of the noise, 2 E[u^-2]; infinite if u is small too often, see `_has_moment`."""
+        """[...] Variance of the noise, 2 E[u^-2]; infinite if u is small too often, see `_zero_power`."""
         return 2 * _inverse_moment(self, 2)
 
     @property
     def mean_absolute(self) -> Array:
-        """[...] Mean absolute value of the noise, E[1 / u]; infinite if u is small too often, see `_has_moment`."""
+        """[...] Mean absolute value of the noise, E[1 / u]; infinite if u is small too often, see `_zero_power`."""
         return _inverse_moment(self, 1)
 
     @property
@@ -278,7 +278,7 @@ def _inverse_moment(candidates: Columns, order: int) -> Array:
             gamma_weight, _, uniform_weight = candidates.weights
             value = np.where(gamma_weight > 0, gamma_weight * gamma, 0.0)
             value = value + np.where(uniform_weight > 0, uniform_weight * uniform, 0.0)
-    return np.asarray(np.where(_has_moment(candidates, order), value, np.inf))
+    return np.asarray(np.where(_zero_power(candidates) > order, value, np.inf))
 
 
 def _log_ratio(low: Array, high: Array) -> Array:
@@ -287,18 +287,12 @@ def _log_ratio(low: Array, high: Array) -> Array:
     return np.asarray(np.where(share < 1e-6, 1 + share / 2, -np.log1p(-share) / share) / high)
 
 
-def _has_moment(candidates: Columns, order: int) -> npt.NDArray[np.bool_]:
-    """[...] Whether E[u^-n] is finite, which depends on how often u is small.
-
-    A mixture has a finite moment if each part has: a Gamma part if shape > n, a Uniform part if low > 0, an
-    Exponential part never. For a linear combination, low > 0 is sufficient; otherwise the powers at zero add up: shape
-    for a Gamma part, 1 for an Exponential part and 1 for a Uniform part.
-    """
-    return np.asarray(_zero_power(candidates) > order)
-
-
 def _zero_power(candidates: Columns) -> Array:
-    """[...] The power p in P(u < x) = O(x^p) near 0 and in M(-t) = O(t^-p); infinite if u is bounded away from 0."""
+    """[...] The power p in P(u < x) = O(x^p) near 0 and in M(-t) = O(t^-p); infinite if u is bounded away from 0.
+
+    E[u^-n] is finite if n < p. Of a mixture the part with the smallest power decides; in a linear combination they add
+    up.
+    """
     gamma, exponential, uniform = (weight > 0 for weight in candidates.weights)
     parts = [candidates.shape, np.ones_like(candidates.rate), np.where(candidates.low > 0, np.inf, 1.0)]
     if candidates.combination == "mixture":

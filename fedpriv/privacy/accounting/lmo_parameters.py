@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
 from fedpriv.errors import InputError
@@ -27,44 +27,52 @@ _SMALLEST_SHAPE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class GammaPart:
-    """Gamma part of u: shape k >= 0.1 and scale theta > 0, mean k theta."""
+class _Part:
+    """A part of u, and its weight."""
 
     weight: float
+
+    def __post_init__(self) -> None:
+        kind = next(name for name, part in _PARTS.items() if part is type(self))
+        if not _is_number(self.weight) or not (self.weight == 0 or _SMALLEST <= self.weight <= _LARGEST):
+            raise InputError(f"{kind}.weight = {short(self.weight)}: must be 0 or lie in [{_SMALLEST:g}, {_LARGEST:g}]")
+        for name, value in vars(self).items():
+            least = _SMALLEST_SHAPE if name == "shape" else _SMALLEST
+            if name == "weight" or (name == "low" and value == 0 and not isinstance(value, bool)):
+                continue
+            if not _is_number(value) or not least <= value <= _LARGEST:
+                raise InputError(f"{kind}.{name} = {short(value)}: must lie in [{least:g}, {_LARGEST:g}]")
+
+    def scaled(self, factor: float) -> Self:
+        """The part of u times the factor."""
+        sizes = {name: value for name, value in vars(self).items() if name not in ("weight", "shape")}
+        return replace(self, **{name: v / factor if name == "rate" else v * factor for name, v in sizes.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GammaPart(_Part):
+    """Gamma part of u: shape k >= 0.1 and scale theta > 0, mean k theta."""
+
     shape: float
     scale: float
 
-    def __post_init__(self) -> None:
-        _check_weight("gamma", self.weight)
-        _check_positive("gamma.shape", self.shape, _SMALLEST_SHAPE)
-        _check_positive("gamma.scale", self.scale)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExponentialPart:
+class ExponentialPart(_Part):
     """Exponential part of u, given by its rate lambda > 0; mean 1 / lambda."""
 
-    weight: float
     rate: float
-
-    def __post_init__(self) -> None:
-        _check_weight("exponential", self.weight)
-        _check_positive("exponential.rate", self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniformPart:
+class UniformPart(_Part):
     """Uniform part of u on [low, high], 0 <= low <= high, high > 0; a point mass (Laplace noise) if low = high."""
 
-    weight: float
     low: float
     high: float
 
     def __post_init__(self) -> None:
-        _check_weight("uniform", self.weight)
-        _check_positive("uniform.high", self.high)
-        if self.low != 0:
-            _check_positive("uniform.low", self.low)
+        super().__post_init__()
         if self.low > self.high:
             raise InputError(f"uniform.low = {self.low}: must be at most uniform.high = {self.high}")
 
@@ -93,9 +101,7 @@ class LmoParameters:
     uniform: UniformPart | None = None
 
     def __post_init__(self) -> None:
-        if self.combination not in get_args(Combination):
-            known = ", ".join(get_args(Combination))
-            raise InputError(f"combination = {short(self.combination)}: must be one of {known}")
+        check_one_of("combination", self.combination, Combination)
         total = math.fsum(part.weight for part in self.parts.values())
         if total <= 0:
             raise InputError("parameters: no part has weight; give gamma, exponential or uniform a weight > 0")
@@ -105,19 +111,13 @@ class LmoParameters:
     @property
     def parts(self) -> dict[str, Part]:
         """{name: part} of the parts with positive weight."""
-        every = {"gamma": self.gamma, "exponential": self.exponential, "uniform": self.uniform}
+        every = {name: getattr(self, name) for name in _PARTS}
         return {name: part for name, part in every.items() if part is not None and part.weight > 0}
 
     def scaled(self, factor: float) -> LmoParameters:
         """The parameters of u times the factor, which divides the noise by it."""
-        gamma, exponential, uniform = self.gamma, self.exponential, self.uniform
-        return LmoParameters(
-            combination=self.combination,
-            gamma=gamma and GammaPart(weight=gamma.weight, shape=gamma.shape, scale=gamma.scale * factor),
-            exponential=exponential and ExponentialPart(weight=exponential.weight, rate=exponential.rate / factor),
-            uniform=uniform
-            and UniformPart(weight=uniform.weight, low=uniform.low * factor, high=uniform.high * factor),
-        )
+        parts: dict[str, Any] = {name: part.scaled(factor) for name in _PARTS if (part := getattr(self, name))}
+        return replace(self, **parts)
 
     def to_dict(self) -> dict[str, Any]:
         """The parameters as plain values that JSON can represent, without the absent parts."""
@@ -150,6 +150,12 @@ class LmoParameters:
         return cls.from_dict(read_json(text))
 
 
+def check_one_of(name: str, value: object, choices: Any) -> None:
+    """Refuse, by an InputError, a value that is none of a Literal's."""
+    if value not in get_args(choices):
+        raise InputError(f"{name} = {short(value)}: must be one of {', '.join(get_args(choices))}")
+
+
 def read_json(text: str) -> Any:
     """The value in a JSON text.
 
@@ -167,16 +173,6 @@ def _part(name: str, values: object) -> Part:
     if not isinstance(values, Mapping) or set(values) != set(wanted):
         raise InputError(f"{name}: must be a JSON object with {', '.join(wanted)} and nothing else")
     return _PARTS[name](**values)
-
-
-def _check_weight(name: str, weight: float) -> None:
-    if not _is_number(weight) or not (weight == 0 or _SMALLEST <= weight <= _LARGEST):
-        raise InputError(f"{name}.weight = {short(weight)}: must be 0 or lie in [{_SMALLEST:g}, {_LARGEST:g}]")
-
-
-def _check_positive(name: str, value: float, least: float = _SMALLEST) -> None:
-    if not _is_number(value) or not least <= value <= _LARGEST:
-        raise InputError(f"{name} = {short(value)}: must lie in [{least:g}, {_LARGEST:g}]")
 
 
 def _is_number(value: object) -> bool:

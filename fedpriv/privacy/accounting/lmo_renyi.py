@@ -1,4 +1,4 @@
-"""The cost of LMO noise: its event, and Renyi divergences, as published, for a scalar, and sound, for a vector.
+"""The cost of LMO noise: its event, and its divergences, as published, for a scalar, and sound, for a vector.
 
 Let u be the random inverse scale, M its moment generating function, s the distance by which one record moves a
 coordinate (in units of the clip norm, by which the noise is scaled), and
@@ -23,7 +23,12 @@ where the expectation increases with s, so its value at the end of the cell give
 the lowest line of that slope above all lifted points bounds the envelope, so an inexact minimum over slopes is still a
 bound.
 
-Under Poisson sampling, `sampled_curve` uses a bound that needs only the noise's own curve.
+An observer of the noise alone has two further bounds, which `sound` accounting uses too. The density of one coordinate
+is e^-f(|x|) with f concave and increasing, so its ratio to the shifted one is largest at 0, where it is e^h(s), with
+h(s) = f(s) - f(0) = log(E[u] / M'(-s)). h is concave, so a vector's largest loss is d h(C / sqrt d). And what is e-DP
+is dominated by N(0, 1) and N(m, 1) with m = 2 Phi^-1(e^e / (1 + e^e)) <= sqrt(pi / 2) e. As h(s) <= s E[u^2] / E[u],
+the noise on all coordinates is dominated by Gaussian noise, with the multiplier of `gaussian_multiplier`.
+docs/appendices/lmo.md has the proofs.
 """
 
 from __future__ import annotations
@@ -32,29 +37,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
 
 from fedpriv.errors import InputError
+from fedpriv.privacy.accounting.gaussian import MAX_NOISE, MIN_NOISE, composed_curve, composed_loss, of_whole_orders
 from fedpriv.privacy.accounting.law import SMALLEST_DIVERGENCE, Array, Event, Unit, check_non_negative, short
 from fedpriv.privacy.accounting.lmo_distribution import Columns
-from fedpriv.privacy.accounting.lmo_parameters import LmoAccounting, LmoParameters
+from fedpriv.privacy.accounting.lmo_parameters import LmoAccounting, LmoParameters, check_one_of
+
+# Who sees u, the inverse scale of every coordinate: anyone who sees a release, as curves in closed form assume, or, as
+# it is in every run, nobody.
+Observer = Literal["noise-and-scale", "noise-only"]
 
 PUBLISHED_CAVEAT = "LMO noise was accounted as published, which bounds no gradient"
-
-# The Renyi order at which the noise is compared with Gaussian noise.
-_COMPARED_AT = 8
 
 # Grid points of the envelope, from where G is a parabola to within 1e-5 up to the sensitivity; the result is then about
 # 1e-5 too large.
 _POINTS = 4096
 _SMALLEST_STEP = 1e-5
 
-# Grid points of the sound curve under sampling, which needs all integer orders; the difference of 2e-4 is negligible
-# next to its factor 3.
+# Grid points of the sound curve under sampling, which needs all integer orders; they make it about 2e-4 too large.
 _FEWER_POINTS = 512
 
 _BISECTIONS = 48
@@ -64,6 +69,9 @@ _SMALLEST_SENSITIVITY = 1e-9
 
 # Relative rounding error of a curve: near s = 0 the first-order terms of G cancel.
 _ROUNDING = 1e-9
+
+# Absolute rounding error of a logarithm of M and its derivative near 0.
+_LOG_ROUNDING = 1e-15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,27 +107,52 @@ class SubsampledLmo(Event):
             raise ValueError("sensitivity = 0: must be > 0")
         if isinstance(self.dimension, bool) or not isinstance(self.dimension, int) or not 1 <= self.dimension <= 2**53:
             raise ValueError(f"dimension = {short(self.dimension)}: must be a whole number >= 1")
-        if self.accounting not in get_args(LmoAccounting):
-            known = ", ".join(get_args(LmoAccounting))
-            raise ValueError(f"accounting = {short(self.accounting)}: must be one of {known}")
+        check_one_of("accounting", self.accounting, LmoAccounting)
         super().__post_init__()
 
     def rdp(self, orders: npt.ArrayLike) -> Array:
-        """[orders] Renyi divergence of all releases, known at whole orders only."""
+        """[orders] Renyi divergence of all releases; of `published` accounting known at whole orders only."""
         orders = np.asarray(orders, dtype=float)
         if self.sampling_probability == 0:
             return np.zeros(orders.shape)
         is_whole = (orders >= 2) & (orders == np.floor(orders))
         curve = np.full(orders.shape, math.inf)
-        curve[is_whole] = self._whole_orders(tuple(orders[is_whole].astype(int).tolist()))
+        noise = (self.parameters, 1 if self.accounting == "published" else self.dimension, self.sensitivity)
+        if (whole := orders[is_whole].astype(int)).size:
+            sampled = self.sampling_probability < 1
+            every = range(2, whole.max() + 1) if sampled else whole.tolist()
+            own = _unsampled(*noise, tuple(every), _FEWER_POINTS if sampled else _POINTS)
+            curve[is_whole] = poisson_sampled(own, whole, self.sampling_probability) if sampled else own
+        if self.accounting == "sound":
+            dominating = composed_curve(self.sampling_probability, self.effective_noise_multiplier, 1, orders)
+            curve = np.minimum(curve, dominating)
         return np.asarray(self.count * np.maximum(curve, SMALLEST_DIVERGENCE))
 
-    def _whole_orders(self, orders: tuple[int, ...]) -> Array:
-        noise = (self.parameters, self.accounting, self.dimension, self.sensitivity)
-        if self.sampling_probability == 1 or not orders:
-            return _unsampled(*noise, orders, sampled=False)
-        every = _unsampled(*noise, tuple(range(2, max(orders) + 1)), sampled=True)
-        return poisson_sampled(every, np.array(orders), self.sampling_probability)
+    @property
+    def has_pld(self) -> bool:
+        """Whether the accounting is proven, and the noise more than none."""
+        return self.accounting == "sound" and self.effective_noise_multiplier >= MIN_NOISE
+
+    def pld(self, value_interval: float) -> Any:
+        """That of the Gaussian noise which dominates this one."""
+        if not self.has_pld:
+            return None
+        noise = min(self.effective_noise_multiplier, MAX_NOISE)
+        return composed_loss(self.sampling_probability, noise, self.count, value_interval)
+
+    @property
+    def loss_scale(self) -> float:
+        """q / z of that Gaussian noise."""
+        return self.sampling_probability / max(self.effective_noise_multiplier, 1.0)
+
+    @property
+    def max_loss(self) -> float:
+        """That of pure differential privacy, log(1 + q (e^epsilon - 1)) for each release; infinite for `published`."""
+        if self.accounting == "published":
+            return math.inf
+        of = Columns.of(self.parameters)
+        epsilon = largest_loss(of, dimension=self.dimension, sensitivity=self.sensitivity)
+        return self.count * float(amplified(epsilon, self.sampling_probability))
 
     def with_noise(self, factor: float) -> Self:
         """The same noise for a sensitivity divided by the factor, which costs the same as the multiplied noise."""
@@ -127,13 +160,18 @@ class SubsampledLmo(Event):
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """That of the Gaussian noise with the same sound divergence at order 8, where a Gaussian has a / (2 z^2)."""
-        return _gaussian_equal(self.parameters, self.dimension, self.sensitivity)
+        """That of Gaussian noise which protects no more, however the releases are composed or sampled."""
+        return gaussian_multiplier(Columns.of(self.parameters), self.sensitivity)
 
     @property
     def caveat(self) -> str:
         """The claim that `published` accounting leaves unproven; empty for `sound`."""
         return PUBLISHED_CAVEAT if self.accounting == "published" else ""
+
+    @property
+    def proven(self) -> Self:
+        """The same releases by `sound` accounting."""
+        return replace(self, accounting="sound")
 
     def to_fields(self) -> dict[str, Any]:
         """The event as plain values that JSON takes."""
@@ -151,24 +189,46 @@ class SubsampledLmo(Event):
 # Clients of a federation differ in q alone, so that one curve without sampling serves thousands of events.
 @lru_cache(maxsize=256)
 def _unsampled(
-    parameters: LmoParameters,
-    accounting: LmoAccounting,
-    dimension: int,
-    sensitivity: float,
-    orders: tuple[int, ...],
-    *,
-    sampled: bool,
+    parameters: LmoParameters, dimension: int, sensitivity: float, orders: tuple[int, ...], points: int
 ) -> Array:
-    if not orders:
-        return np.empty(0)
-    of = Columns.of(parameters)
-    return _unsampled_curve(of, np.array(orders), accounting, dimension, sensitivity, sampled=sampled)
+    return sound(Columns.of(parameters), orders, dimension=dimension, sensitivity=sensitivity, points=points)
 
 
-@lru_cache(maxsize=1024)
-def _gaussian_equal(parameters: LmoParameters, dimension: int, sensitivity: float) -> float:
-    curve = sound(Columns.of(parameters), [_COMPARED_AT], dimension=dimension, sensitivity=sensitivity)
-    return math.sqrt(_COMPARED_AT / (2 * float(curve[..., 0])))
+def gaussian_multiplier(candidate: Columns, sensitivity: float) -> float:
+    """The noise multiplier sqrt(2 / pi) E[u] / (C E[u^2]) of Gaussian noise that protects no more, in any dimension.
+
+    Args:
+        candidate: parameters, arrays of shape [].
+        sensitivity: C > 0, L2, in units of the noise's scale (the clip norm).
+    """
+    first, second = (float(moment) for moment in candidate.tilted_moments(0.0))
+    return math.sqrt(2 / math.pi) * first / (second * sensitivity) * (1 - _ROUNDING)
+
+
+def largest_loss(candidates: Columns, *, dimension: float, sensitivity: float) -> Array:
+    """[...] The epsilon of pure differential privacy of one release, d log(E[u] / M'(-C / sqrt d)).
+
+    Guarantee: the least epsilon at delta 0 for all queries into R^dimension with L2 sensitivity C, if u and the Laplace
+    variable are drawn independently for every coordinate and u stays hidden.
+
+    Args:
+        candidates: parameters, arrays of shape [...].
+        dimension: d >= 1, finite.
+        sensitivity: C > 0, in units of the noise's scale (the clip norm).
+
+    Source: Yang et al., Theorem A.2, for a scalar; for a vector the module docstring.
+    """
+    _check_sensitivity(sensitivity, "> 0")
+    shift = -sensitivity / math.sqrt(dimension)
+    falling = candidates.log_mgf(shift) + np.log(candidates.tilted_moments(shift)[0])
+    of_one = np.log(candidates.tilted_moments(0.0)[0]) - falling
+    return np.asarray(dimension * (np.maximum(of_one, 0.0) + _LOG_ROUNDING) * (1 + _ROUNDING))
+
+
+def amplified(epsilon: npt.ArrayLike, sampling_probability: float) -> Array:
+    """log(1 + q (e^epsilon - 1)): pure differential privacy on a Poisson sample; epsilon itself where a float ends."""
+    limited = np.minimum(epsilon, 700.0)
+    return np.where(limited == epsilon, np.log1p(sampling_probability * np.expm1(limited)), epsilon)
 
 
 def published(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
@@ -228,12 +288,6 @@ def sound(
     return np.where(inside, limit * (1 + _ROUNDING), np.inf)
 
 
-def quadratic_limit(candidates: Columns, orders: npt.ArrayLike, sensitivity: float = 1.0) -> Array:
-    """[..., orders] a C^2 E[u^2] / 2, a lower bound on `sound` in the limit of large dimensions."""
-    orders = checked_orders(orders)
-    return np.asarray(orders * sensitivity**2 * candidates.with_axes(1).tilted_moments(0.0)[1] / 2)
-
-
 def divergences(candidate: Columns, order: float, *, dimension: float, sensitivity: float) -> dict[str, float]:
     """{name: Renyi divergence of one release}: published, sound, and limits of large dimensions.
 
@@ -250,14 +304,13 @@ def divergences(candidate: Columns, order: float, *, dimension: float, sensitivi
         InputError: a value is out of range, or (a - 1) C is not inside the domain of M.
     """
     checked_orders(order)
-    if not sensitivity > 0:
-        raise InputError(f"sensitivity = {sensitivity}: must be > 0")
+    _check_sensitivity(sensitivity, "> 0")
     check_domain(candidate, order, sensitivity)
     return {
         "published": float(published(candidate, order, sensitivity)[0]),
         "sound": float(sound(candidate, order, dimension=dimension, sensitivity=sensitivity)[0]),
         "sound_limit": float(sound(candidate, order, dimension=math.inf, sensitivity=sensitivity)[0]),
-        "second_moment_limit": float(quadratic_limit(candidate, order, sensitivity)[0]),
+        "second_moment_limit": order * sensitivity**2 * float(candidate.tilted_moments(0.0)[1]) / 2,
         "fisher_limit": order * sensitivity**2 * candidate.fisher_information / 2,
     }
 
@@ -288,9 +341,9 @@ def check_domain(candidates: Columns, order: float, sensitivity: float) -> None:
         )
 
 
-def _check_sensitivity(sensitivity: float) -> None:
-    if not 0 <= sensitivity < math.inf:
-        raise InputError(f"sensitivity = {sensitivity}: must be finite and >= 0")
+def _check_sensitivity(sensitivity: float, least: str = ">= 0") -> None:
+    if not 0 <= sensitivity < math.inf or (sensitivity == 0 and least == "> 0"):
+        raise InputError(f"sensitivity = {sensitivity}: must be finite and {least}")
 
 
 def _divergence(candidates: Columns, orders: Array, s: Array) -> Array:
@@ -338,58 +391,14 @@ def _envelope(t: Array, y: Array, position: float, steepest: Array) -> Array:
     return best
 
 
-def sampled_curve(
-    candidates: Columns,
-    orders: npt.NDArray[np.int64],
-    *,
-    accounting: LmoAccounting,
-    dimension: float,
-    sensitivity: float,
-    sampling_probability: float,
-    points: int | None = None,
-) -> Array:
-    """[..., orders] Renyi divergence of one release of LMO noise on a Poisson sample, under add-or-remove adjacency.
-
-    Args:
-        candidates: parameters, arrays of shape [...].
-        orders: integers >= 2.
-        accounting: `sound`, or `published`, which is not a bound for a vector and ignores the dimension.
-        dimension: d >= 1, may be infinite.
-        sensitivity: C > 0, L2, in units of the clip norm.
-        sampling_probability: q in [0, 1].
-        points: of the sound curve's grid; None chooses a number that suits q.
-    """
-    if sampling_probability == 0:
-        return np.zeros((*candidates.shape.shape, len(orders)))
-    sampled = sampling_probability < 1
-    every = np.arange(2, orders.max() + 1) if sampled else orders
-    curve = _unsampled_curve(candidates, every, accounting, dimension, sensitivity, sampled=sampled, points=points)
-    return poisson_sampled(curve, orders, sampling_probability) if sampled else curve
-
-
-def _unsampled_curve(
-    candidates: Columns,
-    orders: npt.NDArray[np.int64],
-    accounting: LmoAccounting,
-    dimension: float,
-    sensitivity: float,
-    *,
-    sampled: bool,
-    points: int | None = None,
-) -> Array:
-    """[..., orders] Renyi divergence on all records; if `poisson_sampled` follows, a coarser grid is enough."""
-    if accounting == "published":
-        return published(candidates, orders, sensitivity)
-    points = points or (_FEWER_POINTS if sampled else _POINTS)
-    return sound(candidates, orders, dimension=dimension, sensitivity=sensitivity, points=points)
-
-
 def poisson_sampled(curve: Array, orders: npt.NDArray[np.int64], sampling_probability: float) -> Array:
-    """[..., orders] Upper bound on the Renyi divergence of a mechanism on a Poisson sample of the records.
+    """[..., orders] Upper bound on the Renyi divergence of additive symmetric noise on a Poisson sample of the records.
 
-    Guarantee: under add-or-remove adjacency, in both directions. The divergence without sampling is a bound as well
-    (divergences are quasi-convex in the pair of distributions), so the smaller of the two is returned. Infinite if the
-    curve is infinite at any order up to the requested one.
+    Guarantee: under add-or-remove adjacency, in both directions, and exact for a single shift; infinite if the curve is
+    infinite at any order up to the requested one. With P and Q the laws with and without the record, the moment of
+    (1 - q) Q + q P against Q is a binomial sum over those of P; the reverse divergence is no larger, since x -> D - x
+    swaps P and Q (docs/appendices/lmo.md). The divergence without sampling is a bound as well (divergences are
+    quasi-convex in the pair of distributions), so the smaller of the two is returned.
 
     Args:
         curve: [..., l - 2] divergences of the mechanism on all records at the integer orders l = 2, 3, ..., at least up
@@ -397,16 +406,9 @@ def poisson_sampled(curve: Array, orders: npt.NDArray[np.int64], sampling_probab
         orders: integers >= 2.
         sampling_probability: q in (0, 1).
 
-    Source: Zhu and Wang 2019, Theorem 5, the bound for any mechanism, with its factor 3. The sum of all binomial
-    chances, 1, is taken off it, so that no digit is lost where it is small.
+    Source: Mironov, Talwar and Zhang 2019, Theorem 5.
     """
-    column, each = orders[:, None], np.arange(2, orders.max() + 1)
-    rest = np.maximum(column - each, 0)
-    log_binomial = special.gammaln(column + 1) - special.gammaln(each + 1) - special.gammaln(rest + 1)
-    log_binomial += each * math.log(sampling_probability) + rest * math.log1p(-sampling_probability)
-    moments = (each - 1) * curve[..., : len(each)]
-    with np.errstate(divide="ignore"):  # log(factor e^x - 1), where e^x may be too large for a float
-        excess = moments + np.log(np.where(each == 2, -np.expm1(-moments), 3 - np.exp(-moments)))
-    terms = np.where(each <= column, log_binomial + excess[..., None, :], -np.inf)
-    sampled = np.logaddexp(0.0, special.logsumexp(terms, axis=-1)) / (orders - 1)
-    return np.asarray(np.minimum(curve[..., orders - 2], sampled))
+    each = np.arange(2.0, orders.max() + 1)
+    exponents = (each - 1) * curve[..., : len(each)]
+    log_moments = of_whole_orders(np.full(len(orders), sampling_probability), exponents, orders.astype(float))
+    return np.asarray(np.minimum(curve[..., orders - 2], log_moments / (orders - 1)))

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
 from fedpriv.privacy.mechanisms.discrete_sampler import MAX_SIGMA, discrete_gaussian
-from fedpriv.privacy.mechanisms.registry import NoiseRequest
+from fedpriv.privacy.mechanisms.registry import NoiseRequest, WithoutParameters
 from fedpriv.privacy.mechanisms.sources import RandomSource
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ _LARGEST_EXACT, _LARGEST_ROUNDED = 2.0**62, 2.0**48
 _ROUNDING_MARGIN = 1.0 + 2.0**-40
 
 
-class _DiscreteGaussian:
+class _DiscreteGaussian(WithoutParameters):
     """N_Z(0, sigma^2), sigma = gamma z C, on every coordinate of gamma times the sum, rounded; then divided by gamma.
 
     Rounding is part of the sensitivity, which is gamma factor C + sqrt(d) in steps of the grid: two neighbouring sums
@@ -62,19 +61,9 @@ class _DiscreteGaussian:
     Source: Canonne, Kamath and Steinke 2020, Section 2.
     """
 
-    parameters_hint = ""
+    name = "discrete-gaussian"
     noise_adds_up = True
     cost_depends_on_dimension = True
-
-    def checked(self, parameters: str, noise_multiplier: float) -> str:
-        """The empty string: the noise has no parameters apart from its multiplier."""
-        if parameters:
-            raise InputError(f"mechanism_parameters = {parameters[:60]!r}: mechanism = discrete-gaussian takes none")
-        return ""
-
-    def caveat(self, parameters: str) -> str:
-        """Empty: the cost is proven."""
-        return ""
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:
         """[clients] subsampled Gaussians.

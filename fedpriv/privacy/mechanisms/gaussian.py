@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
-from fedpriv.privacy.mechanisms.registry import NoiseRequest
+from fedpriv.privacy.mechanisms.registry import NoiseRequest, WithoutParameters
 from fedpriv.privacy.mechanisms.sources import RandomSource, normal_from_words, on_grid
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 _VALUES_AT_ONCE = 2**20
 
 
-class _Gaussian:
+class _Gaussian(WithoutParameters):
     """N(0, (z C)^2) on every coordinate: a subsampled Gaussian with the effective noise multiplier z / factor.
 
     A noise multiplier of 0 adds nothing, and its event costs infinity.
@@ -27,19 +26,9 @@ class _Gaussian:
     Source: Abadi et al. 2016, Algorithm 1; Liu et al., Algorithm 1, line 15.
     """
 
-    parameters_hint = ""
+    name = "gaussian"
     noise_adds_up = True
     cost_depends_on_dimension = False
-
-    def checked(self, parameters: str, noise_multiplier: float) -> str:
-        """The empty string: Gaussian noise has no parameters apart from its multiplier."""
-        if parameters:
-            raise InputError(f"mechanism_parameters = {parameters[:60]!r}: mechanism = gaussian takes none")
-        return ""
-
-    def caveat(self, parameters: str) -> str:
-        """Empty: the cost is proven."""
-        return ""
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:
         """[clients] subsampled Gaussians."""

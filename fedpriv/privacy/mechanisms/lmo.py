@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from fedpriv.privacy.accounting.lmo_parameters import (
     LmoAccounting,
     LmoParameters,
     Part,
+    check_one_of,
     read_json,
 )
 from fedpriv.privacy.accounting.lmo_renyi import PUBLISHED_CAVEAT
@@ -85,7 +86,7 @@ class _Lmo:
         events = self.planned_events(request)
         parameters = _multiplied(_read(request.parameters)[0], request.noise_multiplier)
         noised = torch.empty_like(sums)
-        scale = request.clip_norm * _median_size(parameters)
+        scale = request.clip_norm * float(Columns.of(parameters).quantile(0.75))  # the median size of the noise
         largest = torch.finfo(torch.float32).max  # uploads are float32
         for total, result, source in zip(sums, noised, sources, strict=True):
             noise = torch.from_numpy(_lmo_noise(parameters, total.numel(), source))
@@ -104,9 +105,7 @@ def _read(text: str) -> tuple[LmoParameters, LmoAccounting]:
     try:
         values = read_json(text)
         accounting = values.pop("accounting", "sound") if isinstance(values, dict) else "sound"
-        if accounting not in get_args(LmoAccounting):
-            known = ", ".join(get_args(LmoAccounting))
-            raise InputError(f"accounting = {str(accounting)[:60]!r}: must be one of {known}")
+        check_one_of("accounting", accounting, LmoAccounting)
         return LmoParameters.from_dict(values), cast(LmoAccounting, accounting)
     except InputError as error:
         raise InputError(f"mechanism_parameters: {error}") from None
@@ -180,9 +179,3 @@ def _gamma(shape: float, num: int, source: RandomSource) -> Array:
         values[pending[accepted]] = d * cube[accepted]
         pending = pending[~accepted]
     return values
-
-
-@lru_cache(maxsize=64)
-def _median_size(parameters: LmoParameters) -> float:
-    """Median size of the noise, in units of the clip norm."""
-    return float(Columns.of(parameters).quantile(0.75))

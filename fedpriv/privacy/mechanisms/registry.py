@@ -144,6 +144,23 @@ class Mechanism(Protocol):
         """
 
 
+class WithoutParameters:
+    """The part of a mechanism whose noise has no parameters apart from its multiplier, and whose cost is proven."""
+
+    parameters_hint = ""
+    name: str
+
+    def checked(self, parameters: str, noise_multiplier: float) -> str:
+        """The empty string."""
+        if parameters:
+            raise InputError(f"mechanism_parameters = {parameters[:60]!r}: mechanism = {self.name} takes none")
+        return ""
+
+    def caveat(self, parameters: str) -> str:
+        """Empty."""
+        return ""
+
+
 class _Mechanisms(Registry[Mechanism]):
     """Mechanisms by name, and the check of their parameters."""
 

@@ -81,7 +81,7 @@ def _begin(config: RunConfig) -> None:
         sizes = [records.num_units for records in bench.data.clients]
     else:  # with a given q no number of records changes what noise costs
         sizes = [_SOME_RECORDS] * config.num_clients if config.sampling_probability else []
-    if sizes and (config.target_epsilon or config.target_risk):
+    if sizes and config.has_target:
         calibrated(decided(config, sizes, bench.initial)[0], sizes, bench.initial)
 
 

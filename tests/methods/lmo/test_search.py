@@ -113,8 +113,11 @@ def test_fitting_finds_the_least_noise_of_a_kind():
         (lambda: search(SearchSpace(), BUDGET, objective="size"), "objective = 'size'"),
         (lambda: search(SearchSpace(), BUDGET, objective="usefulness", tolerance=0.0), "tolerance = 0.0"),
         (lambda: search(SearchSpace(), BUDGET, objective="variance"), "infinite for all noise"),
-        (lambda: search(SearchSpace(low=(5, 9), high=(5, 9)), BUDGET), "no noise in these ranges meets it"),
-        (lambda: fitted(uniform(1, 1), Budget(epsilon=1e-5, delta=1e-10)), "no scale of this noise meets it"),
+        (
+            lambda: search(SearchSpace(parts=("uniform",), low=(5, 9), high=(5, 9)), BUDGET),
+            "no noise in these ranges meets it",
+        ),
+        (lambda: fitted(uniform(1, 1), Budget(epsilon=1e-8, delta=1e-10)), "no scale of this noise meets it"),
         (lambda: coverage(SearchSpace(), quantisations=[0.0]), "quantisation = 0.0"),
         (lambda: coverage(SearchSpace(), domain_sizes=[1]), "domain_size = 1"),
         (lambda: coverage(SearchSpace(), num_samples=0), "num_samples = 0"),

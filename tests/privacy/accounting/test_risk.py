@@ -15,7 +15,6 @@ from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
 from fedpriv.privacy.accounting.calibration import calibrate_to_risk, noise_multiplier_for
 from fedpriv.privacy.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
 from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter
-from fedpriv.privacy.accounting.lmo_parameters import GammaPart, LmoParameters
 from fedpriv.privacy.accounting.risk import Risk, RiskTarget, risk_of, risks_of
 
 X = np.linspace(0.001, 0.999, 99)
@@ -345,11 +344,8 @@ def test_the_renyi_bound_is_above_the_true_curve():
     assert (by_renyi < 2 * exact).all()
 
 
-def test_noise_without_a_loss_distribution_has_the_renyi_bound():
-    from fedpriv.privacy.accounting.events import SubsampledLmo
-
-    parameters = LmoParameters(combination="mixture", gamma=GammaPart(weight=1.0, shape=4.0, scale=0.5))
-    event = SubsampledLmo(parameters=parameters, sensitivity=1.0, dimension=100, sampling_probability=1.0)
+def test_a_release_without_a_loss_distribution_has_the_renyi_bound():
+    event = PureEpsilon(epsilon=800.0)
     expected = 1 - trade_off.renyi(ORDERS, event.rdp(ORDERS))(RATES)
     assert found_by([event]) == pytest.approx(expected)
 
