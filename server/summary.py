@@ -89,8 +89,10 @@ def summarize(
         return own | labels_of(client)
 
     labels = bench.data.label_names or (config.answers if outcome.test else ())
+    if config.choice_columns and outcome.test:  # by their places
+        labels = tuple(config.labels[at] if at < len(config.labels) else str(at) for at in range(config.max_choices))
     labels_of = _labels_of(bench, config, bench.data.label_names)
-    num_outcomes = len(labels) or bench.num_outcomes
+    num_outcomes = bench.num_outcomes if config.choice_columns else len(labels) or bench.num_outcomes
     asked = outcome.strategy.schedule.totals
     model = outcome.strategy.model
     unmoved = unmoved_tensors(model, {name for spec in asked for name in trained_names(model.adapter, spec.trains)})

@@ -233,6 +233,9 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
     if config.instructs != source.instructs:
         held = "prompts with responses" if source.instructs else "plain texts"
         raise RefusedError(f"prompt_column, messages_column: this node's records are {held}; the run is for others")
+    if bool(config.choice_columns) != bool(source.choice_columns):
+        held = "choices" if source.choice_columns else "none"
+        raise RefusedError(f"choice_columns: this node's records have {held}; the run is for others")
     if source.messages_column and config.prompt_template:
         raise RefusedError("prompt_template: this node's records are whole chats, with no place for it")
     if config.labels != settings.labels:
@@ -251,6 +254,7 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
         prompt_column=source.prompt_column,
         response_column=source.response_column,
         messages_column=source.messages_column,
+        choice_columns=source.choice_columns,
         person_column=source.person_column,
         memory_limit_mb=settings.memory_limit_mb,
         device=settings.device,

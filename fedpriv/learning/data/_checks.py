@@ -36,7 +36,7 @@ from fedpriv.learning.data._mistakes import (
     spellings_of,
 )
 from fedpriv.learning.data._tables import Table, read_table, to_text
-from fedpriv.learning.data.text import TextData
+from fedpriv.learning.data.text import TextData, unpacked_choices
 
 if TYPE_CHECKING:
     from fedpriv.learning.data.chat import Row
@@ -193,9 +193,14 @@ def describe_instructions(
     table = table or read_table(config.data, key="file")
     columns = [("--prompt", config.prompt_column), ("--response", config.response_column)]
     columns += [("--messages", config.messages_column), ("--client", client), ("--person", person)]
+    columns += [("--choices", name) for name in config.choice_columns]
     table.require(columns)
     data = to_text(table, config)
-    responses = data.pairs or ()
+    responses, choices = data.pairs or (), {}
+    if config.choice_columns:
+        found = [unpacked_choices(response) for response in responses]
+        responses = tuple(each[right] for right, each in found)
+        choices = {"choices": counts(len(each) for _, each in found), "right": counts(right for right, _ in found)}
     result: dict[str, Any] = {
         "records": len(data),
         "empty_responses": sum(not text.strip() for text in responses),
@@ -203,6 +208,7 @@ def describe_instructions(
     }
     if not config.messages_column:
         result["words_of_prompts"] = _percentiles([len(text.split()) for text in data.texts])
+    result |= choices
     result["words_of_responses"] = _percentiles([len(text.split()) for text in responses])
     if client:
         result["clients"] = counts(table.columns[client])

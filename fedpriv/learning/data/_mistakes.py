@@ -121,6 +121,8 @@ class Roles:
         person, holders = config.person_column, config.holders_per_person
         if config.instructs:
             texts = tuple(filter(None, (config.messages_column, config.prompt_column, config.response_column)))
+            if config.choice_columns:  # of which another record may have the same, or none at the last place
+                return Roles(texts=texts[:1], client=client, person=person, holders=holders)
             if not config.answers:
                 return Roles(texts=texts, client=client, person=person, holders=holders)
             classes = config.labels or config.answers

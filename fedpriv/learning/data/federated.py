@@ -285,7 +285,8 @@ def _columns(config: RunConfig) -> list[tuple[str, str]]:
     """(configuration key, name) of the columns that a table of records must have."""
     if config.instructs:
         keys = ("prompt_column", "response_column", "messages_column")
-        return [(key, getattr(config, key)) for key in keys if getattr(config, key)]
+        columns = [(key, getattr(config, key)) for key in keys if getattr(config, key)]
+        return columns + [("choice_columns", name) for name in config.choice_columns]
     columns = [("text_column", config.text_column), ("text_pair_column", config.text_pair_column)]
     return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
 

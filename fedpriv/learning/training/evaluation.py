@@ -1,7 +1,7 @@
 """Accuracy, loss, confusion matrix, perplexity and generated answers of a model on a set of records.
 
 Classification may be put to a language model as a question: it is then tested on the records with each of the allowed
-answers, and gives the likeliest one.
+answers, or of a record's own choices, and gives the likeliest one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import dropwhile
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 
 from fedpriv.errors import InputError
 from fedpriv.learning.data.chat import RESPONSE_MASK
-from fedpriv.learning.data.records import Item, Records, num_tokens, usable
+from fedpriv.learning.data.records import Choices, Item, Records, num_tokens, usable
 from fedpriv.learning.training._passes import TOKENS_OF_A_PASS, batches, predictions
 from fedpriv.learning.training.independence import TESTING
 from fedpriv.learning.training.model import TrainingModel
@@ -212,17 +211,13 @@ def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def evaluate(
-    model: TrainingModel, records: Records, *, keep_features: bool = False, choices: Choices | None = None
-) -> Evaluation:
+def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = False) -> Evaluation:
     """The quality of the model, with its current adapter, on the records; the states of its prefix cache are used.
 
     Args:
-        records: public ones.
+        records: public ones; of a causal model, which is to find one of their choices, or predict their next tokens.
         keep_features: whether what the head reads is kept for evaluations with the same A and B: those of other ones
             are faster without, by a third on a CPU.
-        choices: the same records with the allowed answers, one of which a causal model is to find; None counts its next
-            tokens.
 
     Raises:
         ValueError: there are no records that a model can read.
@@ -231,7 +226,7 @@ def evaluate(
     if not items:
         raise ValueError("evaluation needs at least one record")
     if not len(records.labels):
-        return _of_causal_model(model, items, choices)
+        return _of_causal_model(model, items, records.choices)
     hits = losses = 0.0
     right = np.zeros(len(records), dtype=np.bool_)
     labels: list[int] = []
@@ -289,29 +284,26 @@ def _token_losses(model: TrainingModel, items: Sequence[Item]) -> tuple[TokenLos
 def _log_likelihoods(model: TrainingModel, choices: Choices) -> npt.NDArray[np.float64]:
     """The logarithm of each answer's probability after each prompt, in nats, [records, answers].
 
-    It is the sum over the answer's tokens, its end of turn included, and not divided by their number: the
-    probabilities of all texts add up to 1, so that they can be compared.
+    It is the sum over the answer's tokens, its end of turn included. Allowed answers are compared by it, since the
+    probabilities of all texts add up to 1; choices, which may be long, by the mean, the sum over their tokens' number.
+
+    Source: Brown et al. 2020, section 2.4, for the mean.
     """
-    return -np.stack([_token_losses(model, records.items())[0].sums for records in choices.records], axis=1)
+    found = np.full((len(choices.truth), len(choices.records)), -np.inf)
+    for place, records in enumerate(choices.records):
+        items = list(filter(usable, records.items()))
+        losses, _ = _token_losses(model, items)
+        found[[row for _, row in items], place] = -losses.sums / (losses.counts if records.are_choices else 1)
+    return found
 
 
 def _confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
     """Records by their own answer (row) and the one that the model finds most likely (column)."""
-    likeliest = _log_likelihoods(model, choices).argmax(axis=1)
-    return confusion_matrix(choices.truth, likeliest, len(choices.records))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Choices:
-    """The test records whose response is one of the allowed answers.
-
-    Attributes:
-        records: a set for each allowed answer: the prompts, all with this response and its end of turn.
-        truth: index of each record's own answer.
-    """
-
-    records: tuple[Records, ...]
-    truth: tuple[int, ...]
+    likelihoods, truth = _log_likelihoods(model, choices), np.array(choices.truth)
+    rows = np.flatnonzero(truth >= 0)
+    if choices.records[0].are_choices:  # whose cut texts may be equal: a tie is no hit
+        likelihoods[rows, truth[rows]] = np.nextafter(likelihoods[rows, truth[rows]], -np.inf)
+    return confusion_matrix(truth[rows], likelihoods[rows].argmax(axis=1), len(choices.records))
 
 
 def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
@@ -326,52 +318,6 @@ def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
     while begin and mask[begin - 1]:
         begin -= 1
     return (tuple(tokens[:begin]), tuple(tokens[begin:end])) if end else ((), ())
-
-
-def choices_of(records: Records, tokenizer: Any, answers: Sequence[str]) -> Choices:
-    """The records as questions with the allowed answers; records with another response are left out, which is logged.
-
-    Args:
-        records: with a mask of their responses.
-        answers: at least one.
-
-    Raises:
-        InputError: no record's response is an allowed answer.
-    """
-    pairs = [pair for item in records.items() if usable(item) and all(pair := prompt_and_response(item))]
-    tokens = _answer_tokens(tokenizer, answers, [response for _, response in pairs])
-    index = {answer.strip(): position for position, answer in enumerate(answers)}
-    texts = [text_of(tokenizer, response) for _, response in pairs]
-    known = [(prompt, index[text]) for (prompt, _), text in zip(pairs, texts, strict=True) if text in index]
-    if not known:
-        raise InputError(f"answers = {', '.join(answers)}: no test record has one of them as its response")
-    if len(known) < len(records):
-        log.warning(
-            "%d of %d test records have no allowed answer and do not count", len(records) - len(known), len(records)
-        )
-    prompts, truth = zip(*known, strict=True)
-    return Choices(records=tuple(_with_answer(prompts, answer, records.pad_token_id) for answer in tokens), truth=truth)
-
-
-def _with_answer(prompts: Sequence[Tokens], answer: Tokens, pad_token_id: int) -> Records:
-    """The prompts with this answer as their response."""
-    features = {
-        "input_ids": tuple(torch.tensor((*prompt, *answer)) for prompt in prompts),
-        RESPONSE_MASK: tuple(torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt in prompts),
-    }
-    return Records(features, torch.tensor([], dtype=torch.int64), pad_token_id)
-
-
-def _answer_tokens(tokenizer: Any, answers: Sequence[str], responses: Sequence[Tokens]) -> tuple[Tokens, ...]:
-    """The tokens of each answer as a response: as a record has them, or else encoded alone and ended as others are."""
-    known: dict[str, Tokens] = {}
-    for response in responses:
-        known.setdefault(text_of(tokenizer, response), response)
-    special = set(tokenizer.all_special_ids)
-    # From its first special token on a response only ends.
-    end = tuple(dropwhile(lambda token: token not in special, responses[0] if responses else ()))
-    encoded = (tuple(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
-    return tuple(known.get(answer.strip(), (*alone, *end)) for answer, alone in zip(answers, encoded, strict=True))
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:
