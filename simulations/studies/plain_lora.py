@@ -27,9 +27,9 @@ from sklearn.linear_model import LogisticRegression
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
 from fedpriv.learning.data.records import Item, usable
-from fedpriv.learning.training import log_perplexity_change
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.workbench import Workbench, workbench
+from server.figures import log_perplexity_change
 from simulations.studies.harness import Line, lines, parser, run_missing
 
 

@@ -17,13 +17,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import fedpriv.learning.adapters
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.learning.training.evaluation import rouge_l
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 from fedpriv.models.dedup.validation import proof_records
 from fedpriv.models.variants import folders
 from fedpriv.runs import RunFolder
 from fedpriv.runs import _rows as rows
+from server.figures import rouge_l
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.cli.command_line import as_json
@@ -220,7 +220,9 @@ def test_with_choices_of_each_record_accuracy_is_by_the_mean_likelihood_on_a_ser
         right = row % (2 + row % 2)
         texts = [f"w{60 + (row + place) % 5}" + " w40" * ((row + place) % 3) for place in range(2 + row % 2)]
         texts[right] = f"w{50 + row % 2}"
-        rows.append({"prompt": f"w{4 + row % 10} w{20 + row % 2}", "c": texts, "response": right, "site": f"s{row % 2}"})
+        rows.append(
+            {"prompt": f"w{4 + row % 10} w{20 + row % 2}", "c": texts, "response": right, "site": f"s{row % 2}"}
+        )
     data = tmp_path / "choices.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"data": str(data), "choice_columns": ["c"], "max_choices": 3, "generated_answers": 0}

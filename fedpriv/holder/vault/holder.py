@@ -58,6 +58,9 @@ class RecordsToRead:
     may_begin: bool
 
 
+# Of a node's own records, in place of the run's.
+_COLUMNS = ("prompt_column", "response_column", "messages_column", "choice_columns", "person_column")
+
 Compute = Callable[[Workbench, UpdateTask, RecordsToRead, ExitStack], ClientUpdate | Exception]
 """Computes a task that is charged, on records that it reads first; another process lets go of the room on the disks."""
 
@@ -251,11 +254,7 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
         config,
         model=model.folder,
         text_pair_column="" if config.task == "CAUSAL_LM" else source.text_pair_column,
-        prompt_column=source.prompt_column,
-        response_column=source.response_column,
-        messages_column=source.messages_column,
-        choice_columns=source.choice_columns,
-        person_column=source.person_column,
+        **{key: getattr(source, key) for key in _COLUMNS},
         memory_limit_mb=settings.memory_limit_mb,
         device=settings.device,
     )

@@ -130,21 +130,10 @@ class VaultSettings:
     @property
     def source(self) -> DataSource:
         """The place of the node's own records, and their columns."""
-        return DataSource(
-            data=str(self.data),
-            text_column=self.text_column,
-            text_pair_column=self.text_pair_column,
-            label_column=self.label_column,
-            prompt_column=self.prompt_column,
-            response_column=self.response_column,
-            messages_column=self.messages_column,
-            choice_columns=self.choice_columns,
-            choice_names=self.labels if self.choice_columns else (),
-            person_column=self.person_column,
-            most_of_a_person=self.max_records_per_person,
-            separator=self.separator,
-            encoding=self.encoding,
-        )
+        names = DataSource.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
+        given = {name: getattr(self, name) for name in names} | {"data": str(self.data)}
+        choice_names = self.labels if self.choice_columns else ()
+        return DataSource(**given, choice_names=choice_names, most_of_a_person=self.max_records_per_person)
 
     @property
     def ledger(self) -> Path:

@@ -80,12 +80,7 @@ class Table:
 
 
 def read_table(
-    source: str,
-    *,
-    key: str = "data",
-    separator: Separator = "auto",
-    encoding: Encoding = "utf-8",
-    spans: bool = False,
+    source: str, *, key: str = "data", separator: Separator = "auto", encoding: Encoding = "utf-8", spans: bool = False
 ) -> Table:
     """The records of a file, possibly gzipped, or of the train split of a data set on the Hub.
 

@@ -66,8 +66,8 @@ def is_natural(config: RunConfig) -> bool:
 def loaded(config: RunConfig) -> tuple[object, ...]:
     """Equal for two configurations only if `load` gives both the same, or refuses both."""
     records = (getattr(config, key) for key in config.keys_with(Fact.RECORDS))
-    checked = (config.batch_size, config.sampling_probability, config.table_checks, config.holders_per_person)
-    return (config.has_test_set, *checked, *records)
+    keys = ("batch_size", "sampling_probability", "table_checks", "holders_per_person", "max_choices")
+    return (config.has_test_set, *(getattr(config, key) for key in keys), *records)
 
 
 def load(config: RunConfig) -> FederatedData:

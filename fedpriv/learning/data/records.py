@@ -219,10 +219,7 @@ def tokenize(
 
 
 def with_choices(
-    data: TextData,
-    choices: Sequence[tuple[int, Sequence[str]]],
-    tokenized: Callable[[TextData], Records],
-    most: int,
+    data: TextData, choices: Sequence[tuple[int, Sequence[str]]], tokenized: Callable[[TextData], Records], most: int
 ) -> Records:
     """The records, and each with every one of its choices as its response.
 

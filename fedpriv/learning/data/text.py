@@ -181,7 +181,7 @@ def packed_choices(right: int, choices: Sequence[str]) -> str:
 
 
 def unpacked_choices(response: str) -> tuple[int, tuple[str, ...]]:
-    """What `packed_choices` wrote."""
+    """The place and the choices that `packed_choices` wrote."""
     right, *choices = json.loads(response)
     return right, tuple(choices)
 

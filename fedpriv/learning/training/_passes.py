@@ -249,9 +249,7 @@ def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places
     """
     losses, hits = _Sliced.apply(hidden, layer, targets, places)  # type: ignore[no-untyped-call]
     return Predictions(
-        losses=losses,
-        hits=hits,
-        num_targets=to_device(torch.tensor([len(own) for own in places]), hidden.device),
+        losses=losses, hits=hits, num_targets=to_device(torch.tensor([len(own) for own in places]), hidden.device)
     )
 
 

@@ -341,11 +341,6 @@ class OwnWorkbench(Workbench):
         """An empty set, for an update that is noise alone, or whose records are yet to be read."""
         return self.tokenize(self.data.clients[0].part([]))
 
-    @property
-    def num_outcomes(self) -> int | None:
-        """The number of classes; None where there are none."""
-        return self.model.num_classes
-
     def client(self, client: int, encode: object = None) -> TensorRecords:  # type: ignore[override]
         """The records that the client trains on."""
         read: dict[int, Any] = self._clients
@@ -361,10 +356,6 @@ class OwnWorkbench(Workbench):
     def content(self, client: int) -> bytes:
         """Bytes that differ where the client's records do; they stay with their holder."""
         return self.tokenize(self.data.clients[client]).content
-
-    def tokenize_tested(self, data: Any) -> TensorRecords:  # type: ignore[override]
-        """The same."""
-        return self.tokenize(data)
 
     def evaluate(self, **_: Any) -> Evaluation:
         """The quality of the model, with its current tensors, on the server's test set."""

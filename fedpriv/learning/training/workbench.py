@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import harmonic_mean
 from typing import Any
 
 import torch
@@ -200,10 +199,7 @@ class Workbench:
         own_names = config.labels if config.task == "SEQ_CLS" else ()
         self.label_names = own_names if source else self.data.label_names
         self.base, self.model = load_model(
-            config,
-            labels=self.label_names,
-            alone=source is not None,
-            num_workers=num_cores() if source else 1,
+            config, labels=self.label_names, alone=source is not None, num_workers=num_cores() if source else 1
         )
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
@@ -303,16 +299,6 @@ class Workbench:
             return end
         return self.encoder.end(self.base.tokenizer)
 
-    @property
-    def num_outcomes(self) -> float | None:
-        """The number of answers of which guessing finds one: classes, tokens, or the harmonic mean of test records'
-        choices; None if that is not known."""
-        if self.config.choice_columns:
-            numbers = [len(unpacked_choices(response)[1]) for response in self.data.test.pairs or ()]
-            return harmonic_mean(numbers) if numbers else None
-        vocabulary: int = self.base.model.config.vocab_size
-        return len(self.label_names) or vocabulary
-
     def evaluate(self, *, keep_features: bool = False) -> Evaluation:
         """The quality of the model, with its current adapter, on the server's test set; see `evaluate`."""
         return evaluate(self.model, self.test, keep_features=keep_features)
@@ -356,7 +342,7 @@ class Workbench:
     def tokenize_tested(self, data: TextData) -> Records:
         """The records in tokens, with their choices if they have any, to test the model on."""
         if not self.config.choice_columns:
-            return self._tokenized(data)
+            return self.tokenize(data)
         choices = list(map(unpacked_choices, data.pairs or ()))
         return with_choices(
             with_right(data), choices, partial(self._tokenized, are_choices=True), self.config.max_choices

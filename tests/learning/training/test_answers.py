@@ -214,8 +214,6 @@ def test_a_run_scores_each_choice_as_a_response_of_its_own_to_the_whole_chat(ben
     assert bench.evaluate().accuracy == sum(hits) / len(hits)
     exact = count(bench.model, lora.read_parameters(bench.model.parameters), {}, bench.test)
     assert exact.tolist() == [sum(hits), len(hits) - sum(hits)]
-    numbers = [len(unpacked_choices(pair)[1]) for pair in bench.data.test.pairs]
-    assert 1 / bench.num_outcomes == pytest.approx(sum(1 / number for number in numbers) / len(numbers))
 
 
 def test_one_record_changes_the_counts_by_one_pair_and_no_other_records_part(bench):

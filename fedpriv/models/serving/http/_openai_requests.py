@@ -65,7 +65,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _as_lists(value: Any) -> Any:
-    return [value] if isinstance(value, list) and not any(isinstance(each, list) for each in value) else value
+    return [value] if isinstance(value, list) and all(isinstance(each, str) for each in value) else value
 
 
 def _as_parts(value: Any) -> Any:
@@ -86,7 +86,6 @@ def _is_idle(name: str, value: Any, *, is_known: bool) -> bool:
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list)]
-Choices = Annotated[list[Text], Field(min_length=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 Stops = Annotated[list[Stop], Field(max_length=4), BeforeValidator(_as_list)]
 Count = Annotated[int, Field(ge=1, le=2**31), BeforeValidator(_as_whole)]
@@ -215,22 +214,18 @@ class ChatRequest(_Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TextsRequest(ModelRequest):
-    """The fields of requests for classes and vectors."""
+class ClassifyRequest(ModelRequest):
+    """`POST /v1/classify`; of a language model with the choices of all texts, or of each, of which it finds one."""
 
     input: Texts
     user: Annotated[str, Field(max_length=512)] | None = None
+    choices: Annotated[list[list[Text]], Field(min_length=1), BeforeValidator(_as_lists)] | None = None
 
 
-class ClassifyRequest(TextsRequest):
-    """`POST /v1/classify`; of a language model with the choices of all texts, or of each, of which it finds one."""
-
-    choices: Annotated[list[Choices], Field(min_length=1), BeforeValidator(_as_lists)] | None = None
-
-
-class EmbeddingRequest(TextsRequest):
+class EmbeddingRequest(ClassifyRequest):
     """`POST /v1/embeddings`."""
 
+    choices: None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
@@ -346,16 +341,6 @@ def engine_requests(
         for prompt, room in [(prompt, _room(max_tokens, prompt, wanted or 1)) for prompt in prompts]
         for number in range(asked.answers_each)
     ]
-
-
-def choosing(asked: ClassifyRequest, tokens: Sequence[tuple[Tokens, Tokens]], client: str) -> list[Generate]:
-    """The requests to the engine that ask how likely each choice is as the answer to its text.
-
-    Args:
-        tokens: of a prompt and of an answer.
-    """
-    of_all: dict[str, Any] = {"variant": asked.model, "num_alternatives": 0, "client": client}
-    return [Generate(prompt=text, max_new_tokens=len(choice), forced=choice, **of_all) for text, choice in tokens]
 
 
 def _lengths(asked: Asked, limit: int) -> tuple[int | None, int]:

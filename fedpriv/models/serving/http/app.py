@@ -32,9 +32,7 @@ from fedpriv.models.serving.http._openai_requests import (
     CompletionRequest,
     EmbeddingRequest,
     Shape,
-    TextsRequest,
     checked,
-    choosing,
     engine_requests,
     parsed,
 )
@@ -49,7 +47,7 @@ from fedpriv.models.serving.http.limits import (
 )
 from fedpriv.models.serving.http.refusals import RefusalError, of_engine
 from fedpriv.models.serving.http.tokens import ANYONE, Token, Tokens
-from fedpriv.models.serving.requests import Classified, Classify, Embed, Embedded, ServingError
+from fedpriv.models.serving.requests import Classified, Classify, Embed, Embedded, Generate, ServingError
 from fedpriv.models.serving.requests import Request as EngineRequest
 from fedpriv.models.serving.requests import Tokens as Encoded
 
@@ -186,7 +184,9 @@ class _Routes:
             message = "choices: are for language models; those here classify texts by labels of their own."
             raise RefusalError(400, message, code="wrong_task", param="choices")
         choices = asked.choices * len(asked.input) if len(asked.choices) == 1 else asked.choices
-        if len(choices) != len(asked.input) or any(len({c.strip() for c in own} - {""}) < len(own) for own in choices):
+        if len(choices) != len(asked.input) or any(
+            len({c.strip() for c in own} - {""}) < max(2, len(own)) for own in choices
+        ):
             message = "choices: a list for all texts, or one for each, of two or more texts, none twice and none empty."
             raise RefusalError(400, message, code="invalid_value", param="choices")
         self._check_inputs(num := sum(map(len, choices)), "choices")
@@ -197,7 +197,9 @@ class _Routes:
         if (longest := max(len(choice) for _, choice in tokens)) > (limit := self._limits.max_new_tokens):
             message = f"choices: one has {longest} tokens; at most {limit} here."
             raise RefusalError(400, message, code="too_many_tokens", param="choices")
-        answers = self._submitted(asked.model, lambda: choosing(asked, tokens, _client(request)))
+        of_all: dict[str, Any] = {"variant": asked.model, "num_alternatives": 0, "client": _client(request)}
+        made = [Generate(prompt=text, forced=own, max_new_tokens=len(own), **of_all) for text, own in tokens]
+        answers = self._submitted(asked.model, lambda: made)
         found, num_tokens = await self._answered(request, answers, asked.model, chosen(answers, choices))
         return JSONResponse(classified(asked.model, found, num_tokens))
 
@@ -211,7 +213,7 @@ class _Routes:
         return JSONResponse(embedded(asked.model, found, asked.encoding_format))
 
     async def _of_texts(
-        self, request: Request, asked: TextsRequest, wanted: type[Classify | Embed], answer: type[_Of]
+        self, request: Request, asked: ClassifyRequest, wanted: type[Classify | Embed], answer: type[_Of]
     ) -> _Of:
         self._check_inputs(len(asked.input), "input")
         self._check_task("SEQ_CLS")
@@ -261,7 +263,7 @@ class _Routes:
         return await self._at_turns(request, name, works)
 
     async def _at_turns(self, request: Request, name: str, works: Sequence[Callable[[], T]]) -> tuple[T, ...]:
-        """What works on texts give, each at a turn of the token's own."""
+        """The results of works on texts, each at a turn of the token's own."""
 
         async def all_of_them() -> tuple[T, ...]:
             return tuple([await self._texts.run(_token(request).name, work) for work in works])
