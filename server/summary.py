@@ -34,7 +34,7 @@ from server.figures import chance_accuracy, class_figures, log_perplexity_change
 from server.strategy import RuleStrategy
 
 if TYPE_CHECKING:
-    from fedpriv.learning.training.baselines import Baselines
+    from server.baselines import Baselines
 
 
 _CostsByView = Mapping[str, Mapping[int, PrivacySpent | None]]

@@ -298,7 +298,11 @@ def _read(file: Path, beside: Path, name: str) -> tuple[Any, Any]:
         _check_metadata(file, name)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
-                place, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+                place,
+                gguf_file=file.name,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
             tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file.name, trust_remote_code=False)
         except Exception as error:  # a foreign file may cause any error in transformers

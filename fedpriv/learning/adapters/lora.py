@@ -58,7 +58,11 @@ CONVENTION_FILE = "fedpriv.json"
 _WRITTEN = ("LORA", "LN_TUNING")
 
 # The parts of a layer's parameter names that stay at their initial value.
-_FROZEN = {"lora-b": (".lora_A.",), "lora-r": (".lora_A.", OUTER_SUFFIX), "head": (".lora_A.", ".lora_B.")}
+_FROZEN = {
+    "lora-b": (".lora_A.",),
+    "lora-r": (".lora_A.", OUTER_SUFFIX),
+    "head": (".lora_A.", ".lora_B."),
+}
 
 
 @torch.no_grad()

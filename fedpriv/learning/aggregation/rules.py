@@ -160,7 +160,11 @@ class ServerOptimizer:
 
 
 def server_step(
-    model: GlobalModel, aggregated: GlobalModel, optimizer: ServerOptimizer, *, trained: Collection[str] | None = None
+    model: GlobalModel,
+    aggregated: GlobalModel,
+    optimizer: ServerOptimizer,
+    *,
+    trained: Collection[str] | None = None,
 ) -> GlobalModel:
     """The global model after a step towards the aggregated one, with the optimizer's moments for the next round.
 

@@ -212,7 +212,12 @@ class OwnModel:
         if change is None:
             return
         layer = culprit(
-            self._module, lambda items: self.losses_of(rows_of(pool, items)), records, others, change, close=_close
+            self._module,
+            lambda items: self.losses_of(rows_of(pool, items)),
+            records,
+            others,
+            change,
+            close=_close,
         )
         raise InputError(f"{self._named(layer)}: {_EFFECTS[change.name]}; {self._remedy(layer)}")
 

@@ -326,7 +326,9 @@ def _tasks(
             spec=spec,
             round=1,
             sampler=_Everyone(
-                num_registered=num_registered, expected_batch_size=expected_batch_size, source=SeededSource("rehearsal")
+                num_registered=num_registered,
+                expected_batch_size=expected_batch_size,
+                source=SeededSource("rehearsal"),
             ),
             noise=SeededSource("rehearsal"),
             merged=merged,

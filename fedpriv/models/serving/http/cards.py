@@ -23,7 +23,13 @@ from fedpriv.models.serving.http.tokens import Token
 from fedpriv.models.serving.requests import BASE
 from fedpriv.models.variants import Manifest, folders, is_store
 from fedpriv.models.variants.blocks import accuracy_after, perplexity_after, utilities
-from fedpriv.models.variants.composition import Guarantee, History, events_on, publication_cost, smallest_deltas
+from fedpriv.models.variants.composition import (
+    Guarantee,
+    History,
+    events_on,
+    publication_cost,
+    smallest_deltas,
+)
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.law import Unit
