@@ -123,7 +123,7 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     choice_columns: Annotated[Names, Fact.RECORDS | Fact.TEXTS] = ()
     """hold [the choices](language_models.md#choices-of-each-record) of each record: one column with lists, or several
     with a text each; `response_column` says which is right, by its text, its number from 0 or its name in `labels`"""
-    max_choices: Annotated[Count, Fact.RELEASE | Fact.TEXTS] = 4
+    max_choices: Annotated[int, Field(ge=1, le=100), Fact.RELEASE | Fact.TEXTS] = 4
     """public: the most choices of a record; on a node every record is evaluated as if it had so many"""
     label_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = "label"
     """holds the label"""

@@ -20,7 +20,6 @@ from fedpriv.config import RunConfig
 from fedpriv.holder.vault.holder import NodeHolder
 from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.data import TextData, federated
-from fedpriv.learning.data.records import Choices
 from fedpriv.learning.data.text import packed_choices
 from fedpriv.learning.training import PoissonSampler, private_evaluation
 from fedpriv.learning.training.local_update import COUNTS, UpdateSpec
@@ -197,10 +196,9 @@ def _of_evaluation(
     synthetic = synthetic_records(
         bench.model, max_length=config.max_length, num_labels=len(bench.label_names), features=bench.features
     )
-    if config.choice_columns:  # each takes the time of the most, whatever it has
-        places = (replace(synthetic, are_choices=True),) * config.max_choices
-        synthetic = replace(synthetic, choices=Choices(places, (0,) * len(synthetic)))
-    one_record = private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
+    passes = config.max_choices if config.choice_columns else 1  # whatever a record has
+    synthetic = replace(synthetic, are_choices=bool(config.choice_columns))
+    one_record = passes * private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
     work = 0.0
     if _is_derived(holder):
         one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)

@@ -165,9 +165,9 @@ def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Re
     by_length = {num_tokens(item): item for item in records.items()}
     with refusing(model.peft_model.config.model_type), raising_failures(also_of_numbers=True):
         for item in by_length.values():
-            finite(_losses(model, item) if records.choices else model.predictions([item], cached=False).losses)
+            finite(_losses(model, item))
     begin = time.perf_counter()
-    _share(model, [by_length[max(by_length)]])  # again, when nothing is new
+    _losses(model, by_length[max(by_length)])  # again, when nothing is new
     return time.perf_counter() - begin
 
 
@@ -210,11 +210,11 @@ def _share(model: TrainedModel, items: Sequence[tuple[RecordSet, int]]) -> float
 
 
 def _losses(model: TrainedModel, item: Item) -> Tensor:
-    """Minus the mean log-likelihood of each choice of a record, and of what stands for those that it has not.
+    """The loss of a record; of one with choices that of each, and of what stands for those that it has not.
 
     Every record of a node takes as many passes, of one shape: how many choices it has, and how long, changes none.
     """
     records, index = item
-    assert records.choices is not None, "asked of records with choices alone"
-    found = [model.predictions([(each, index)], cached=False) for each in records.choices.records]
+    places = records.choices.records if records.choices else (records,)
+    found = [model.predictions([(each, index)], cached=False) for each in places]
     return torch.stack([each.losses[0] for each in found]).cpu()
