@@ -11,15 +11,12 @@ import numpy.typing as npt
 
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import Adapter, Merged
-from fedpriv.learning.training import (
-    mean_estimate,
-    rouge_l,
-    with_adapter,
-)
+from fedpriv.learning.training import with_adapter
 from fedpriv.learning.training.answers import answers_to, first_questions
 from fedpriv.learning.training.evaluation import text_of
 from fedpriv.learning.training.workbench import Workbench
 from fedpriv.runs import RunWriter, Sample
+from server.figures import mean_estimate, rouge_l
 from server.observer import Observer
 from server.summary import SeriesOutcome
 

@@ -40,7 +40,7 @@ from server.series import Series
 from server.summary import SeriesOutcome, summarize
 
 if TYPE_CHECKING:
-    from fedpriv.learning.training.baselines import Baselines
+    from server.baselines import Baselines
 
 
 log = logging.getLogger("flwr")
@@ -222,7 +222,7 @@ def _carry_out(
 
 
 def _baselines(config: RunConfig, bench: Workbench, observer: Observer) -> Baselines | None:
-    from fedpriv.learning.training import baselines  # deferred: scikit-learn is not needed without them
+    from server import baselines  # deferred: scikit-learn is not needed without them
 
     observer.progressed(RunProgress(what="training the baselines"))
     return baselines.compute(config, bench)

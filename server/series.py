@@ -17,7 +17,7 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.learning.adapters import lora
 from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.training import with_adapter
-from fedpriv.learning.training.evaluation import Choices, Evaluation, choices_of
+from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.noise_plan import derived_learning_rate, with_learning_rates
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.learning.training.workbench import Workbench
@@ -85,14 +85,11 @@ class Series:
         """Run all rounds and write them to the run's folder, with a checkpoint after each if there is a ledger."""
         bench = self._bench
         last: tuple[GlobalModel | None, Evaluation | None] = None, None
-        choices = None
-        if self._config.answers and len(bench.test):
-            choices = choices_of(bench.test, bench.base.tokenizer, self._config.answers)
 
         def test(model: GlobalModel) -> Evaluation | None:
             nonlocal last
             if len(bench.test) and last[0] is not model:
-                last = model, self._tested(model, choices)
+                last = model, self._tested(model)
             return last[1]
 
         def on_round(row: RoundRow, clients: list[ClientRow]) -> None:
@@ -158,11 +155,11 @@ class Series:
             seconds=time.monotonic() - started,
             rounds_charged_again=self.books.rounds_charged_again,
             test=test(strategy.model),  # as after the last round, unless the run was resumed after it
-            untrained=self._start(choices),
+            untrained=self._start(),
             evaluation=evaluation,
         )
 
-    def _tested(self, model: GlobalModel, choices: Choices | None) -> Evaluation:
+    def _tested(self, model: GlobalModel) -> Evaluation:
         """The evaluation of the model on the server's test set; the untrained one is tested once."""
         is_untrained = _is_untrained(model)
         if is_untrained and self._untrained is not None:
@@ -170,17 +167,17 @@ class Series:
         self._bench.model.merge(model.merged)
         lora.write_parameters(self._bench.model.parameters, model.adapter)
         keep = self._has_first_body(model)
-        tested = self._bench.evaluate(keep_features=keep, choices=choices)
+        tested = self._bench.evaluate(keep_features=keep)
         if is_untrained:
             self._untrained = tested
         return tested
 
-    def _start(self, choices: Choices | None) -> Evaluation | None:
+    def _start(self) -> Evaluation | None:
         """The test of the untrained model, which a resumed run makes again if something is compared with it."""
         if self._untrained is None and self._config.task == "CAUSAL_LM" and len(self._bench.test):
             start = self._bench.initial
             with with_adapter(self._bench.model, start, {}):
-                return self._tested(GlobalModel(initial=start, adapter=start), choices)
+                return self._tested(GlobalModel(initial=start, adapter=start))
         return self._untrained
 
     def _has_first_body(self, model: GlobalModel) -> bool:

@@ -19,7 +19,6 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import A_SUFFIX, B_SUFFIX
 from fedpriv.learning.aggregation import GlobalModel
-from fedpriv.learning.training import class_figures, log_perplexity_change
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import trained_names
 from fedpriv.learning.training.workbench import Workbench
@@ -31,10 +30,11 @@ from fedpriv.runs import ClientTotals, RoundRow
 from fedpriv.runs.figures import above_target
 from fedpriv.runs.plan.preflight import objections_to_aggregate
 from server.evaluation import PrivateEvaluation
+from server.figures import chance_accuracy, class_figures, log_perplexity_change
 from server.strategy import RuleStrategy
 
 if TYPE_CHECKING:
-    from fedpriv.learning.training.baselines import Baselines
+    from server.baselines import Baselines
 
 
 _CostsByView = Mapping[str, Mapping[int, PrivacySpent | None]]
@@ -89,8 +89,9 @@ def summarize(
         return own | labels_of(client)
 
     labels = bench.data.label_names or (config.answers if outcome.test else ())
+    if config.choice_columns and outcome.test:  # by their places
+        labels = tuple(config.labels[at] if at < len(config.labels) else str(at) for at in range(config.max_choices))
     labels_of = _labels_of(bench, config, bench.data.label_names)
-    num_outcomes = len(labels) or bench.num_outcomes
     asked = outcome.strategy.schedule.totals
     model = outcome.strategy.model
     unmoved = unmoved_tensors(model, {name for spec in asked for name in trained_names(model.adapter, spec.trains)})
@@ -106,7 +107,7 @@ def summarize(
         "num_evaluated_clients": evaluation.num_answers if evaluation else None,
         "accuracy_initial": rows[0].test_accuracy,
         "accuracy_non_private": comparison.rows[-1].test_accuracy if comparison else None,
-        "chance_accuracy": 1 / num_outcomes if num_outcomes else None,
+        "chance_accuracy": chance_accuracy(bench, 0 if config.choice_columns else len(labels)),
         **quality(rows, outcome.test, labels, baselines),
         **perplexities(outcome.untrained, outcome.test, comparison.test if comparison else None),
         **{f"epsilon_{view}_max": epsilon for view, epsilon in largest.items()},

@@ -77,6 +77,9 @@ def init(
     prompt_column: Annotated[str, typer.Option(help="Column with prompts, for models that answer.")] = "",
     response_column: Annotated[str, typer.Option(help="Column with the responses to them, which are learned.")] = "",
     messages_column: Annotated[str, typer.Option(help="Or a column with lists of chat messages.")] = "",
+    choice_columns: Annotated[
+        str, typer.Option(help="Columns a,b with choices, of which the response names one; or one with lists.")
+    ] = "",
     person_column: Annotated[
         str, typer.Option(help="Column that says whom a record is about: the node then protects persons.")
     ] = "",
@@ -131,6 +134,7 @@ def init(
     if data is not None:
         own = {"text_column": text_column, "label_column": label_column, "text_pair_column": text_pair_column}
         own |= {"prompt_column": prompt_column, "response_column": response_column, "messages_column": messages_column}
+        own |= {"choice_columns": _names(choice_columns)}
         labelled = label_column and not (prompt_column or messages_column)
         if labels is None and plan is not None and labelled:
             labels = ",".join(plan.labels) or None

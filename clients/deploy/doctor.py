@@ -150,7 +150,8 @@ def _columns(vault: VaultSettings) -> str:
     if vault.messages_column:
         return f"chats in {vault.messages_column!r}{protected}"
     if vault.prompt_column:
-        return f"prompts in {vault.prompt_column!r}, their responses in {vault.response_column!r}{protected}"
+        choices = f" among the choices in {', '.join(vault.choice_columns)}" if vault.choice_columns else ""
+        return f"prompts in {vault.prompt_column!r}, their responses in {vault.response_column!r}{choices}{protected}"
     return f"texts in {vault.text_column!r}{protected}"
 
 

@@ -97,6 +97,11 @@ def check_columns(vault: VaultSettings) -> None:
             f"messages_column = {source.messages_column!r}: holds prompts and responses; leave out prompt_column and "
             "response_column"
         )
+    if source.choice_columns and not (source.prompt_column and source.response_column):
+        raise InputError(
+            f"choice_columns = {','.join(source.choice_columns)}: go with a prompt_column, and a response_column that "
+            "says which choice is right; give both"
+        )
     if not source.messages_column and bool(source.prompt_column) != bool(source.response_column):
         missing = "response_column" if source.prompt_column else "prompt_column"
         raise InputError(f"{missing}: required, since prompts are learned with their responses; give both columns")
@@ -153,9 +158,9 @@ def find(vault: VaultSettings) -> Found:
     how = "`fedpriv data check` lists all, and --fix OUT.jsonl mends a copy; if all is right, set table_checks = warn"
     warnings = refused(mistakes(_columns(records, vault)), vault.table_checks, name, how)
     instructs = vault.source.instructs
-    labels = Counter(record.label for record in records) if vault.labels else Counter()
+    labels = Counter(record.label for record in records) if vault.labels and not vault.choice_columns else Counter()
     num_without_label = labels.pop(None, 0)
-    counts = {label: labels[label] for label in vault.labels}
+    counts = {label: labels[label] for label in vault.labels if not vault.choice_columns}
     return Found(
         num_records=len(records),
         num_persons=len({record.person for record in records if record.person.strip()})
@@ -178,11 +183,11 @@ def _columns(records: Sequence[OwnRecord], vault: VaultSettings) -> CheckedColum
     texts = {source.prompt_column or source.messages_column or source.text_column: [record.text for record in records]}
     if second := source.response_column or source.text_pair_column:
         texts[second] = [record.pair for record in records]
-    if source.instructs and vault.labels:
+    if source.choice_columns or (source.instructs and vault.labels):
         texts.pop(source.response_column, None)
     return CheckedColumns(
         texts=texts,
-        labels=[record.label for record in records] if vault.labels else (),
+        labels=[record.label for record in records] if vault.labels and not source.choice_columns else (),
         persons=[record.person for record in records] if vault.person_column else (),
         classes=vault.labels,
         places=[record.place for record in records],

@@ -39,6 +39,9 @@ def check_data(
     prompt: Annotated[str, typer.Option(help="Column with prompts, for models that answer.")] = "",
     response: Annotated[str, typer.Option(help="Column with the responses to them.")] = "",
     messages: Annotated[str, typer.Option(help="Or a column with lists of chat messages.")] = "",
+    choices: Annotated[
+        list[str] | None, typer.Option(help="Column with the choices of which a response names one; repeatable.")
+    ] = None,
     system: Annotated[str, typer.Option(help="System prompt before each chat that has none.")] = "",
     template: Annotated[str, typer.Option(help="A text around each prompt, with {} where it goes.")] = "",
     model: Annotated[
@@ -81,9 +84,10 @@ def check_data(
     if prompt or response or messages:
         asked: dict[str, Any] = {"prompt_column": prompt, "response_column": response, "messages_column": messages}
         asked |= {"data": file, "system_prompt": system, "prompt_template": template}
+        asked |= {"choice_columns": choices, "labels": labels} if choices else {}
         asked |= {"max_length": max_length} if max_length else {}
         result = _check_instructions(table, asked, client=client, person=person, model=model or "")
-        texts, label = tuple(filter(None, (messages, prompt, response))), ""
+        texts, label = tuple(filter(None, (messages, prompt, "" if choices else response))), ""
     else:
         columns = {"text": text, "label": label, "text_pair": text_pair, "client": client, "person": person}
         result = _check_texts(table, columns, model=model, max_length=max_length)

@@ -25,7 +25,7 @@ from fedpriv.cli._command import (
     show,
     table,
 )
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, first_line
 from fedpriv.texts import counted
 
 if TYPE_CHECKING:
@@ -237,11 +237,12 @@ def push(
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """The texts, and for a table its columns, {name: values}."""
+    """The texts, for a table its columns, {name: values}, and the choices of each text if there are any."""
 
     texts: list[str]
     pairs: list[str] | None
     columns: dict[str, list[str]] | None = None
+    choices: list[tuple[str, ...]] | None = None
 
     @property
     def given(self) -> list[int]:
@@ -266,6 +267,9 @@ def predict(
     pair: Annotated[
         str, typer.Option(help="For a model of text pairs: the second text, or a file's column with it.")
     ] = "",
+    choices: Annotated[
+        list[str] | None, typer.Option(help="A choice, of which the likeliest is told, or a file's column; repeatable.")
+    ] = None,
     variant: VariantName = "",
     model: ModelName = "",
     max_new_tokens: Annotated[
@@ -275,7 +279,7 @@ def predict(
     encoding: EncodingOption = "utf-8",
     out: Annotated[Path | None, typer.Option(help="CSV to write instead of printing; must not exist.")] = None,
 ) -> Result:
-    """Ask a run's model: classes with their probabilities, or a language model's answers.
+    """Ask a run's model: classes with their probabilities, or a language model's answers, or its likeliest choice.
 
     A file gives a CSV: its columns, and what was predicted. A text is computed in float32, in a shape that its own
     length decides, so that no other text changes its answer. A row without a text gets none, and is counted.
@@ -288,7 +292,7 @@ def predict(
 
     check_new_file(out)
     found = saved.find(source, variant=variant, model=model)
-    asking = _asked(asked, text, pair, separator=separator, encoding=encoding)
+    asking = _asked(asked, text, pair, choices or [], separator=separator, encoding=encoding)
     if out is not None and asking.columns is None:
         raise InputError(f"out = {str(out)!r}: is for the answers to a file; a single text's are printed")
     new = _predicted(saved.load(found), asking, max_new_tokens)
@@ -308,7 +312,7 @@ def predict(
     return Result(values | {"predictions": [_as_object(row, found.labels) for row in rows]}, [table.rstrip("\n")])
 
 
-def _asked(asked: str, text: str, pair: str, *, separator: str, encoding: str) -> _Asked:
+def _asked(asked: str, text: str, pair: str, choices: list[str], *, separator: str, encoding: str) -> _Asked:
     """The texts of the command line, or of the file that it names."""
     from fedpriv.learning.data import FORMATS, read_table, suffix_of
 
@@ -321,18 +325,30 @@ def _asked(asked: str, text: str, pair: str, *, separator: str, encoding: str) -
                 f"FILE = {asked!r}: {kind or 'no such file'}; name a {', '.join(FORMATS)} file, or give a text that "
                 "looks like a name with a blank at its end"
             )
-        return _Asked(texts=[asked], pairs=[pair] if pair else None)
+        return _Asked(texts=[asked], pairs=[pair] if pair else None, choices=[_choices(choices)] if choices else None)
     table = read_table(
         asked,
         key="FILE",
         separator=separator,  # type: ignore[arg-type]  # checked by the option
         encoding=encoding,  # type: ignore[arg-type]
     )
-    for option, name in (("--text", text), *([("--pair", pair)] if pair else [])):
+    named = [("--text", text), *([("--pair", pair)] if pair else []), *(("--choices", name) for name in choices)]
+    for option, name in named:
         if name not in table.columns:
             raise InputError(f"{option} {name}: {asked} has the columns {', '.join(table.columns)}")
     columns = {name: [value or "" for value in table.names_of(name)] for name in table.columns}
-    return _Asked(texts=columns[text], pairs=columns[pair] if pair else None, columns=columns)
+    found = zip(*(table.columns[name] for name in choices), strict=True)
+    own = [_choices(values, f"FILE: record {number} ") for number, values in enumerate(found, start=1)]
+    return _Asked(texts=columns[text], pairs=columns[pair] if pair else None, columns=columns, choices=own or None)
+
+
+def _choices(values: Sequence[object], where: str = "--choices: ") -> tuple[str, ...]:
+    from fedpriv.learning.data.text import named_choices
+
+    try:
+        return named_choices(values)[1]
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}{first_line(error)}") from None
 
 
 def _kind_of_file(text: str) -> str:
@@ -350,12 +366,23 @@ def _predicted(loaded: LoadedVariant, asking: _Asked, max_new_tokens: int | None
 
     labels = loaded.saved.labels
     names = ["predicted_label", *(f"probability_{label}" for label in labels)] if labels else ["answer"]
+    if asking.choices is not None:
+        if labels:
+            raise InputError(f"--choices: {loaded.saved.name} is a classifier, with labels of its own")
+        names = ["predicted_choice", "predicted_number", "log_likelihoods"]
     if taken := sorted(set(names) & set(asking.columns or {})):
         raise InputError(f"FILE: has a column {taken[0]} already; rename it, since the answers are written there")
     texts = [asking.texts[row] for row in asking.given]
     if not labels:
         if asking.pairs is not None:
             raise InputError(f"--pair: {loaded.saved.name} is a language model, which takes one prompt")
+        if asking.choices is not None:
+            own = [asking.choices[row] for row in asking.given]
+            scores = saved.choose(loaded, texts, own)
+            places = [max(range(len(row)), key=row.__getitem__) for row in scores]
+            chosen = [choices[place] for choices, place in zip(own, places, strict=True)]
+            told: tuple[list[Any], ...] = chosen, places, list(map(list, scores))
+            return {name: asking.in_rows(column) for name, column in zip(names, told, strict=True)}
         return {"answer": asking.in_rows(saved.generate(loaded, texts, max_new_tokens=max_new_tokens))}
     found = saved.classify(loaded, texts, asking.pairs and [asking.pairs[row] for row in asking.given])
     best = [labels[max(range(len(labels)), key=row.__getitem__)] for row in found]
@@ -371,7 +398,7 @@ def _as_object(row: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
 
 def _lines(row: dict[str, Any], labels: Sequence[str]) -> list[str]:
     if not labels:
-        return [_printable(row["answer"])]
+        return [_printable(row["answer" if "answer" in row else "predicted_choice"])]
     width = max(map(len, labels))
     ordered = sorted(labels, key=lambda label: -row[f"probability_{label}"])
     return [f"{_printable(label):<{width}}  {row[f'probability_{label}']:.4f}" for label in ordered]

@@ -120,6 +120,11 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     answers: Annotated[Names, Fact.RELEASE | Fact.RECORDS | Fact.TEXTS] = ()
     """the allowed responses, where they are few. `response_column` holds them, or `labels` in the same order; other
     records are omitted"""
+    choice_columns: Annotated[Names, Fact.RECORDS | Fact.TEXTS] = ()
+    """hold [the choices](language_models.md#choices-of-each-record) of each record: one column with lists, or several
+    with a text each; `response_column` says which is right, by its text, its number from 0 or its name in `labels`"""
+    max_choices: Annotated[int, Field(ge=1, le=100), Fact.RELEASE | Fact.TEXTS] = 4
+    """public: the most choices of a record; on a node every record is evaluated as if it had so many"""
     label_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = "label"
     """holds the label"""
     client_column: Annotated[str, Fact.RECORDS | Fact.TEXTS] = ""
@@ -199,12 +204,14 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     def _check_instructions(self) -> None:
         """Refuse prompts, responses and answers that do not fit each other."""
         if not self.instructs:
-            for key in ("response_column", "system_prompt", "prompt_template", "answers"):
+            for key in ("response_column", "system_prompt", "prompt_template", "answers", "choice_columns"):
                 if value := getattr(self, key):
                     raise ValueError(f"{key} = {value}: goes with prompt_column or messages_column; give one")
             return
+        if self.choice_columns and self.answers:
+            raise ValueError("answers: are the same for all records, whose choices differ; leave one of the two out")
         if self.messages_column:
-            for key in ("prompt_column", "response_column", "prompt_template"):
+            for key in ("prompt_column", "response_column", "prompt_template", "choice_columns"):
                 if value := getattr(self, key):
                     raise ValueError(
                         f"{key} = {value}: messages_column holds prompts and responses; leave one of the two out"
@@ -223,6 +230,8 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
         if not self.instructs:
             return
         labels, answers = self.labels, self.answers
+        if self.choice_columns:
+            return
         if labels and not answers:
             raise ValueError(f"labels = {','.join(labels)}: a model that answers needs answers, one for each label")
         if labels and len(labels) != len(answers):

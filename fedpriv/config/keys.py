@@ -43,6 +43,8 @@ class _CommonKeys(TypedDict, total=False):
     system_prompt: str
     prompt_template: str
     answers: Sequence[str]
+    choice_columns: Sequence[str]
+    max_choices: int
     label_column: str
     client_column: str
     unit: Literal["record", "person"]

@@ -16,11 +16,12 @@ from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
 from fedpriv.learning.data import TextData
 from fedpriv.learning.data.records import Records
-from fedpriv.learning.training import Body, baselines
+from fedpriv.learning.training import Body
 from fedpriv.learning.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.learning.training.workbench import Workbench, workbench
 from fedpriv.privacy.accounting.recipe import START_SHARE, WeightedClients, learning_rate, start_noise_multiplier
 from fedpriv.runs import files
+from server import baselines
 from simulations.studies import corpora
 from simulations.studies.corpora import CORPORA
 from simulations.studies.federations import federated, results_of, run_federations

@@ -27,9 +27,9 @@ from sklearn.linear_model import LogisticRegression
 from fedpriv import config as configuration
 from fedpriv.config import RunConfig
 from fedpriv.learning.data.records import Item, usable
-from fedpriv.learning.training import log_perplexity_change
-from fedpriv.learning.training.evaluation import choices_of, evaluate
+from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.workbench import Workbench, workbench
+from server.figures import log_perplexity_change
 from simulations.studies.harness import Line, lines, parser, run_missing
 
 
@@ -86,10 +86,9 @@ def tfidf_accuracy(bench: Workbench) -> float:
 def measure(config: RunConfig, how: PlainCell) -> Line:
     """Accuracies before and after, and a causal model's perplexities."""
     bench = workbench(config)
-    choices = choices_of(bench.test, bench.base.tokenizer, config.answers) if config.answers else None
-    before = evaluate(bench.model, bench.test, choices=choices)
+    before = evaluate(bench.model, bench.test)
     trained(bench, config, how)
-    after = evaluate(bench.model, bench.test, choices=choices)
+    after = evaluate(bench.model, bench.test)
     accuracies = {"accuracy_initial": before.accuracy, "accuracy": after.accuracy}
     if before.tokens is None or after.tokens is None:  # a classifier has none
         return accuracies

@@ -158,3 +158,17 @@ def test_answers_stand_for_the_labels_that_the_operator_agreed_to(node, folder):
     bench = bench_of(config, holder)
     assert learned(bench) == ["no<|im_end|>", "yes<|im_end|>"] * 5
     assert bench.data.clients[0].pairs == ("negative", "positive") * 5, "what a run set would decide secret choices"
+
+
+def test_a_node_of_choices_learns_the_right_ones_and_a_run_of_other_records_is_refused(node, folder):
+    texts = ["a rash", "a cough"]
+    rows = [(f"What is flu {i}?", "12"[i % 2], json.dumps(texts)) for i in range(10)]
+    settings = node(rows, name="choices", choice_columns=["patient"], labels=["1", "2"])
+    config = config_of(folder, choice_columns=["c"], labels=["1", "2"])
+    holder = Holder.of(settings)
+    run = run_of(to_flower(config), holder)
+    assert run.choice_columns == ("patient",)
+    assert learned(bench_of(run, holder)) == [f"{texts[i % 2]}<|im_end|>" for i in range(10)]
+    assert update(settings, config).abs().sum() > 0
+    assert "choice_columns: this node's records have choices" in refusal(settings, config_of(folder))
+    assert "choice_columns: this node's records have none" in refusal(node(), config_of(folder, choice_columns=["c"]))

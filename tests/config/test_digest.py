@@ -43,6 +43,7 @@ OTHER |= {
     "dedup_utility_bound": 0.02,
     "labels": ("a",),
     "answers": ("a", "b"),
+    "choice_columns": ("a", "b"),
     "prompt_template": "Q: {}",
     "target_modules": ("q",),
     "client_sizes": (3,),
@@ -98,7 +99,7 @@ def test_digest_depends_on_every_key_but_those_outside(key):
         return
     if key == "target_epsilon_published":
         base = replace(base, mechanism="lmo", mechanism_parameters="lmo.json")
-    if key in ("prompt_column", "response_column", "system_prompt", "prompt_template", "answers"):
+    if key in ("prompt_column", "response_column", "system_prompt", "prompt_template", "answers", "choice_columns"):
         base = RunConfig(prompt_column="q", response_column="a")
     if key in ("person_column", "max_records_per_person"):
         base = RunConfig(unit="person")

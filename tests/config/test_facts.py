@@ -35,13 +35,13 @@ SHARED = """
         (
             Fact.RELEASE,
             "model task rank alpha target_modules layers factors max_length normalize_features train test_fraction "
-            "evaluation_noise_multiplier system_prompt prompt_template answers labels aggregation seed",
+            "evaluation_noise_multiplier system_prompt prompt_template answers max_choices labels aggregation seed",
         ),
         (
             Fact.RECORDS,
             "task data test_data test_fraction separator encoding text_column text_pair_column "
-            "prompt_column response_column messages_column answers label_column client_column unit person_column "
-            "labels partition num_clients client_sizes dirichlet_alpha max_records seed data_seed",
+            "prompt_column response_column messages_column answers choice_columns label_column client_column unit "
+            "person_column labels partition num_clients client_sizes dirichlet_alpha max_records seed data_seed",
         ),
     ],
 )

@@ -47,6 +47,7 @@ BAD = {
     "public_data": "perhaps",
     "max_records": -1,
     "max_records_per_person": 0,
+    "max_choices": 0,
     "holders_per_person": 0,
     "generated_answers": -1,
     "max_new_tokens": 0,
@@ -264,8 +265,8 @@ def test_no_text_key_accepts_a_number(key):
 
 
 def test_every_key_is_tested_with_a_bad_value():
-    assert set(KEYS) - set(BAD) - set(FLOATS) - set(TEXTS) == {"target_modules", "labels", "answers"}
-    for key in ("target_modules", "labels", "answers"):
+    assert set(KEYS) - set(BAD) - set(FLOATS) - set(TEXTS) == {"target_modules", "labels", "answers", "choice_columns"}
+    for key in ("target_modules", "labels", "answers", "choice_columns"):
         with pytest.raises(InputError, match=rf"^{key} = 5: "):
             parse({key: 5})
 

@@ -17,13 +17,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import fedpriv.learning.adapters
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.learning.training.evaluation import rouge_l
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 from fedpriv.models.dedup.validation import proof_records
 from fedpriv.models.variants import folders
 from fedpriv.runs import RunFolder
 from fedpriv.runs import _rows as rows
+from server.figures import rouge_l
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.cli.command_line import as_json
@@ -211,6 +211,32 @@ def test_with_allowed_answers_accuracy_is_by_likelihood(values, tmp_path):
     assert found["accuracy"] > found["majority_accuracy"], "the second word of a prompt tells the answer"
     assert [found[key] for key in KEYS] == [None] * len(KEYS)
     assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+def test_with_choices_of_each_record_accuracy_is_by_the_mean_likelihood_on_a_server_and_on_nodes(values, tmp_path):
+    """Each record has two or three texts of one to three words, the right one in a place of its own."""
+    rows = []
+    for row in range(160):
+        right = row % (2 + row % 2)
+        texts = [f"w{60 + (row + place) % 5}" + " w40" * ((row + place) % 3) for place in range(2 + row % 2)]
+        texts[right] = f"w{50 + row % 2}"
+        rows.append(
+            {"prompt": f"w{4 + row % 10} w{20 + row % 2}", "c": texts, "response": right, "site": f"s{row % 2}"}
+        )
+    data = tmp_path / "choices.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data": str(data), "choice_columns": ["c"], "max_choices": 3, "generated_answers": 0}
+    changes |= {"comparison": False, "rounds": 6}
+    found = summary(run(values, tmp_path / "out", **changes))
+    confusion = np.array(found["confusion_matrix"])
+    assert (confusion.shape, confusion.sum(), found["labels"]) == ((3, 3), 32, ["0", "1", "2"])
+    assert found["accuracy"] == confusion.trace() / 32 > found["majority_accuracy"]
+    assert 1 / 3 < found["chance_accuracy"] < 1 / 2
+    assert found["accuracy"] > found["accuracy_initial"]
+    assert "Chance" not in (tmp_path / "out" / "report.html").read_text(), "the best constant place says more"
+    private = run(values, tmp_path / "private", **changes, evaluation_noise_multiplier=0.5, test_fraction=0.4)
+    assert summary(private)["accuracy"] > 0.5
+    assert summary(private)["chance_accuracy"] is None
 
 
 def test_a_resumed_run_is_judged_like_one_that_was_not_interrupted(finished, values, tmp_path):

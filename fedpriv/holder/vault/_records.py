@@ -142,7 +142,7 @@ def of_release(reading: RecordsToRead, bench: Workbench, holder: Holder) -> Reco
         if own:
             _read_own(bench, own, data_set)
         if reading.aside:
-            return bench.tokenize(bench.set_aside(client))
+            return bench.tokenize_tested(bench.set_aside(client))
         if own:
             return bench.client(client, _encode(config, bench, own.settings, data_set))
         return audited(config, bench, client).records if config.audit else bench.client(client)

@@ -13,13 +13,14 @@ import math
 import random
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from fedpriv.config import RunConfig
 from fedpriv.holder.vault.holder import NodeHolder
 from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.data import TextData, federated
+from fedpriv.learning.data.text import packed_choices
 from fedpriv.learning.training import PoissonSampler, private_evaluation
 from fedpriv.learning.training.local_update import COUNTS, UpdateSpec
 from fedpriv.learning.training.rehearsal import num_measured, rehearse, synthetic_records
@@ -195,7 +196,9 @@ def _of_evaluation(
     synthetic = synthetic_records(
         bench.model, max_length=config.max_length, num_labels=len(bench.label_names), features=bench.features
     )
-    one_record = private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
+    passes = config.max_choices if config.choice_columns else 1  # whatever a record has
+    synthetic = replace(synthetic, are_choices=bool(config.choice_columns))
+    one_record = passes * private_evaluation.rehearse(bench.model, broadcast.adapter, broadcast.merged, synthetic)
     work = 0.0
     if _is_derived(holder):
         one_record, text = _evaluation_seconds.setdefault(bench, one_record), _seconds_of_text(bench, config)
@@ -304,11 +307,13 @@ def _seconds_of_text(bench: Workbench, config: RunConfig) -> float:
             return "".join(letters.choices("abcdefghijklmnopqrstuvwxyz    ", k=_CHARACTERS))
 
         texts = tuple(text() for _ in range(_NUM_TEXTS))
-        has_pairs = bool(config.text_pair_column) or config.instructs
-        data = TextData(texts, ("",) * len(texts) if bench.label_names else (), texts if has_pairs else None)
-        bench.tokenize(data)  # a tokenizer's first texts take longer
+        has_pairs, pairs = bool(config.text_pair_column) or config.instructs, texts
+        if config.choice_columns:
+            pairs = tuple(packed_choices(0, [text] * config.max_choices) for text in texts)
+        data = TextData(texts, ("",) * len(texts) if bench.label_names else (), pairs if has_pairs else None)
+        bench.tokenize_tested(data)  # a tokenizer's first texts take longer
         begin = time.perf_counter()
-        bench.tokenize(data)
+        bench.tokenize_tested(data)
         federated.held_out(data, fraction=0.5, key=b"rehearsal")
         _text_seconds[bench] = 2 * (time.perf_counter() - begin) / _NUM_TEXTS
     return _text_seconds[bench]

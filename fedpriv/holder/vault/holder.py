@@ -58,6 +58,9 @@ class RecordsToRead:
     may_begin: bool
 
 
+# Of a node's own records, in place of the run's.
+_COLUMNS = ("prompt_column", "response_column", "messages_column", "choice_columns", "person_column")
+
 Compute = Callable[[Workbench, UpdateTask, RecordsToRead, ExitStack], ClientUpdate | Exception]
 """Computes a task that is charged, on records that it reads first; another process lets go of the room on the disks."""
 
@@ -233,6 +236,9 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
     if config.instructs != source.instructs:
         held = "prompts with responses" if source.instructs else "plain texts"
         raise RefusedError(f"prompt_column, messages_column: this node's records are {held}; the run is for others")
+    if bool(config.choice_columns) != bool(source.choice_columns):
+        held = "choices" if source.choice_columns else "none"
+        raise RefusedError(f"choice_columns: this node's records have {held}; the run is for others")
     if source.messages_column and config.prompt_template:
         raise RefusedError("prompt_template: this node's records are whole chats, with no place for it")
     if config.labels != settings.labels:
@@ -248,10 +254,7 @@ def _of_node(config: RunConfig, settings: VaultSettings, policy: NodePolicy) -> 
         config,
         model=model.folder,
         text_pair_column="" if config.task == "CAUSAL_LM" else source.text_pair_column,
-        prompt_column=source.prompt_column,
-        response_column=source.response_column,
-        messages_column=source.messages_column,
-        person_column=source.person_column,
+        **{key: getattr(source, key) for key in _COLUMNS},
         memory_limit_mb=settings.memory_limit_mb,
         device=settings.device,
     )

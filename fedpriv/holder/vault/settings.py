@@ -52,6 +52,7 @@ class VaultSettings:
         data: file with the records; None stands for a hospital of the embedded synthetic corpus.
         text_column, label_column, text_pair_column: of the file; empty if there is none.
         prompt_column, response_column, messages_column: of instruction data, in place of the columns above.
+        choice_columns: with the choices of each record, one of which response_column names; by `labels`, if given.
         person_column: whom each record is about. With it the node protects persons, registers so many of them, and
             refuses runs of another unit.
         max_records_per_person: that the vault keeps of a person, chosen by a secret of its own, and the most that a run
@@ -94,6 +95,7 @@ class VaultSettings:
     prompt_column: str = ""
     response_column: str = ""
     messages_column: str = ""
+    choice_columns: tuple[str, ...] = ()
     person_column: str = ""
     max_records_per_person: Annotated[int, Field(ge=1)] = 8
     separator: configuration.Separator = "auto"
@@ -128,19 +130,10 @@ class VaultSettings:
     @property
     def source(self) -> DataSource:
         """The place of the node's own records, and their columns."""
-        return DataSource(
-            data=str(self.data),
-            text_column=self.text_column,
-            text_pair_column=self.text_pair_column,
-            label_column=self.label_column,
-            prompt_column=self.prompt_column,
-            response_column=self.response_column,
-            messages_column=self.messages_column,
-            person_column=self.person_column,
-            most_of_a_person=self.max_records_per_person,
-            separator=self.separator,
-            encoding=self.encoding,
-        )
+        names = DataSource.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
+        given = {name: getattr(self, name) for name in names} | {"data": str(self.data)}
+        choice_names = self.labels if self.choice_columns else ()
+        return DataSource(**given, choice_names=choice_names, most_of_a_person=self.max_records_per_person)
 
     @property
     def ledger(self) -> Path:
@@ -269,7 +262,7 @@ _TERMS = (
     *("secure_aggregation", "colluding_clients", "privacy_view", "target_epsilon", "target_risk"),
     *("rounds", "local_steps", "batch_size", "sampling_probability", "lora_sampling_probability", "lora_rounds"),
     *("train", "head_start", "noise_on", "mechanism", "mechanism_parameters", "clipping", "clip_norm", *_NOISE),
-    *("noise_schedule", "evaluation_noise_multiplier", "test_fraction"),
+    *("noise_schedule", "evaluation_noise_multiplier", "max_choices", "test_fraction"),
 )
 
 

@@ -36,7 +36,7 @@ from fedpriv.learning.data._mistakes import (
     spellings_of,
 )
 from fedpriv.learning.data._tables import Table, read_table, to_text
-from fedpriv.learning.data.text import TextData
+from fedpriv.learning.data.text import TextData, unpacked_choices, with_right
 
 if TYPE_CHECKING:
     from fedpriv.learning.data.chat import Row
@@ -193,8 +193,13 @@ def describe_instructions(
     table = table or read_table(config.data, key="file")
     columns = [("--prompt", config.prompt_column), ("--response", config.response_column)]
     columns += [("--messages", config.messages_column), ("--client", client), ("--person", person)]
+    columns += [("--choices", name) for name in config.choice_columns]
     table.require(columns)
-    data = to_text(table, config)
+    data, choices = to_text(table, config), {}
+    if config.choice_columns:
+        found = list(map(unpacked_choices, data.pairs or ()))
+        choices = {"choices": counts(len(each) for _, each in found), "right": counts(right for right, _ in found)}
+        data = with_right(data)
     responses = data.pairs or ()
     result: dict[str, Any] = {
         "records": len(data),
@@ -203,7 +208,7 @@ def describe_instructions(
     }
     if not config.messages_column:
         result["words_of_prompts"] = _percentiles([len(text.split()) for text in data.texts])
-    result["words_of_responses"] = _percentiles([len(text.split()) for text in responses])
+    result |= choices | {"words_of_responses": _percentiles([len(text.split()) for text in responses])}
     if client:
         result["clients"] = counts(table.columns[client])
     result |= _persons(table, person, client)

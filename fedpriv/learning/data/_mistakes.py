@@ -38,23 +38,11 @@ _ID_LENGTH = 40
 # On average; ids that repeat more often are of something else, such as a ward.
 _MOST_OF_A_PERSON = 20
 
-_NOT_AVAILABLE = {"", "-", "--", ".", "?", "na", "n/a", "n.a.", "#n/a", "nan", "nil", "null", "none", "missing", "tbd"}
-_NOT_AVAILABLE |= {
-    "unknown",
-    "unk",
-    "unbekannt",
-    "k.a.",
-    "k. a.",
-    "keine angabe",
-    "n.n.",
-    "nn",
-    "nat",
-    "\\n",
-    "undefined",
-}
-_NOT_AVAILABLE |= {"#ref!", "#value!", "#name?", "#div/0!", "#null!", "#num!", "anonym", "redacted", "withheld"}
-_NOT_AVAILABLE |= {f"anonym{ending}" for ending in ("ous", "ised", "ized")}
-_NOT_AVAILABLE |= {f"not {known}" for known in ("available", "applicable", "recorded", "known", "given", "stated")}
+_NOT_AVAILABLE = re.compile(
+    r"|--?|\.|\?|#?n/a|na|n\.a\.|nan|nil|null|none|missing|tbd|unk(nown)?|unbekannt|k\. ?a\.|keine angabe|n\.n\.|nn|"
+    r"nat|\\n|undefined|#(ref!|value!|name\?|div/0!|null!|num!)|anonym(ous|ised|ized)?|redacted|withheld|"
+    r"not (available|applicable|recorded|known|given|stated)"
+)
 _AROUND_NONE = "<>()[]{}"
 
 # What systems write in the place of a number that they lack; a few records may have it as their own.
@@ -121,6 +109,8 @@ class Roles:
         person, holders = config.person_column, config.holders_per_person
         if config.instructs:
             texts = tuple(filter(None, (config.messages_column, config.prompt_column, config.response_column)))
+            if config.choice_columns:  # of which another record may have the same, or none at the last place
+                return Roles(texts=texts[:1], client=client, person=person, holders=holders)
             if not config.answers:
                 return Roles(texts=texts, client=client, person=person, holders=holders)
             classes = config.labels or config.answers
@@ -352,7 +342,7 @@ def not_available(
     many = _TIMES_AS_MANY * median(map(len, spellings.values())) if is_person and spellings else math.inf
     for spelling, rows in spellings.items():
         name = folded(spelling)
-        is_none = not {name, name.strip(_AROUND_NONE)}.isdisjoint(_NOT_AVAILABLE)
+        is_none = any(map(_NOT_AVAILABLE.fullmatch, (name, name.strip(_AROUND_NONE))))
         if (is_none and spelling not in agreed) or (len(rows) > many and _NO_NUMBER.fullmatch(name)):
             message = f"{role}: {spelling!r} looks like a missing one"
             yield columns.found(f"missing_{role}", message, rows, refuses=is_person, renamed={spelling: ""})

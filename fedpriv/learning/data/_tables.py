@@ -27,7 +27,15 @@ from fedpriv.learning.data._rows import (
     unit_of,
     unreadable,
 )
-from fedpriv.learning.data.text import DataSource, TextData, as_text, from_messages, response_of
+from fedpriv.learning.data.text import (
+    DataSource,
+    TextData,
+    as_text,
+    from_choices,
+    from_messages,
+    response_of,
+    unpacked_choices,
+)
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,7 @@ class Table:
 
 
 def read_table(
-    source: str,
-    *,
-    key: str = "data",
-    separator: Separator = "auto",
-    encoding: Encoding = "utf-8",
-    spans: bool = False,
+    source: str, *, key: str = "data", separator: Separator = "auto", encoding: Encoding = "utf-8", spans: bool = False
 ) -> Table:
     """The records of a file, possibly gzipped, or of the train split of a data set on the Hub.
 
@@ -193,12 +196,31 @@ def instructions(table: Table, config: DataSection) -> list[tuple[str, str]]:
         chats = [_chat(value) for value in table.columns[config.messages_column]]
     else:
         prompts = _texts(table, config, "prompt_column")
+        if config.choice_columns:
+            return list(zip(prompts, _choices(table, config), strict=True))
         chats = list(zip(prompts, _texts(table, config, "response_column"), strict=True))
     allowed = [response_of(response, labels=config.labels, answers=config.answers) for _, response in chats]
     return [
         ("", "") if response is None else (prompt, response)
         for (prompt, _), response in zip(chats, allowed, strict=True)
     ]
+
+
+def _choices(table: Table, config: DataSection) -> list[str]:
+    """[records] the choices, packed; InputError for a record that has none, no right one, or more than may be."""
+    found = []
+    rights, columns = table.columns[config.response_column], [table.columns[name] for name in config.choice_columns]
+    for row, (right, *values) in enumerate(zip(rights, *columns, strict=True)):
+        where = f"{table.source}: {f'line {table.lines[row]}' if table.lines else f'record {row + 1}'}"
+        try:
+            found.append(from_choices(values, right, config.labels))
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                f"choice_columns = {','.join(config.choice_columns)}: {where} {first_line(error)}"
+            ) from None
+        if (number := len(unpacked_choices(found[-1])[1])) > config.max_choices:
+            raise InputError(f"max_choices = {config.max_choices}: {where} has {number} choices; use the most of any")
+    return found
 
 
 def _chat(value: object) -> tuple[str, str]:
@@ -299,5 +321,9 @@ def _instruction(values: Row, source: DataSource) -> OwnRecord:
     if source.messages_column:
         said, response = from_messages(values[source.messages_column])
     else:
-        said, response = as_text(values[source.prompt_column]), as_text(values[source.response_column])
+        said, right = as_text(values[source.prompt_column]), values[source.response_column]
+        if source.choice_columns:
+            choices = from_choices([values[name] for name in source.choice_columns], right, source.choice_names)
+            return OwnRecord(text=said, pair=choices, label=as_text(right).strip())
+        response = as_text(right)
     return OwnRecord(text=said, pair=response, label=response or None)

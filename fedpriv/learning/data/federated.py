@@ -66,8 +66,8 @@ def is_natural(config: RunConfig) -> bool:
 def loaded(config: RunConfig) -> tuple[object, ...]:
     """Equal for two configurations only if `load` gives both the same, or refuses both."""
     records = (getattr(config, key) for key in config.keys_with(Fact.RECORDS))
-    checked = (config.batch_size, config.sampling_probability, config.table_checks, config.holders_per_person)
-    return (config.has_test_set, *checked, *records)
+    keys = ("batch_size", "sampling_probability", "table_checks", "holders_per_person", "max_choices")
+    return (config.has_test_set, *(getattr(config, key) for key in keys), *records)
 
 
 def load(config: RunConfig) -> FederatedData:
@@ -285,7 +285,8 @@ def _columns(config: RunConfig) -> list[tuple[str, str]]:
     """(configuration key, name) of the columns that a table of records must have."""
     if config.instructs:
         keys = ("prompt_column", "response_column", "messages_column")
-        return [(key, getattr(config, key)) for key in keys if getattr(config, key)]
+        columns = [(key, getattr(config, key)) for key in keys if getattr(config, key)]
+        return columns + [("choice_columns", name) for name in config.choice_columns]
     columns = [("text_column", config.text_column), ("text_pair_column", config.text_pair_column)]
     return [*columns, ("label_column", config.label_column)] if config.task == "SEQ_CLS" else columns
 

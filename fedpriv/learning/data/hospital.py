@@ -92,43 +92,14 @@ class Message:
 class _Register:
     """A style of writing: greetings, closings (empty for none), the stop after a sentence, and how careful it is."""
 
-    openings: tuple[str, ...]
-    closings: tuple[str, ...]
+    openings: Sequence[str]
+    closings: Sequence[str]
     stop: str
     lowercase: bool
     typo_probability: float
 
 
-_REGISTERS = (
-    _Register(
-        openings=("Dear Sir or Madam,", "Dear doctor,", "Good morning,", "Dear team,", ""),
-        closings=(
-            "I would be grateful for an appointment.",
-            "Could you tell me which tests are needed?",
-            "Please let me know when I may come.",
-            "Thank you for your help.",
-            "Kind regards.",
-            "",
-        ),
-        stop=".",
-        lowercase=False,
-        typo_probability=0.0,
-    ),
-    _Register(
-        openings=("Hello,", "Hi,", "Hi there,", "Good evening,", "Short question:", "", ""),
-        closings=("Who should I see?", "Can I come in this week?", "Should I be worried?", "Thanks.", "", ""),
-        stop=".",
-        lowercase=False,
-        typo_probability=0.02,
-    ),
-    _Register(
-        openings=("hi", "hey", "hello", "sorry to bother you", "urgent:", "", "", ""),
-        closings=("pls call me back", "thx", "any slots on {day}?", "what now?", "is that bad?", "", "", ""),
-        stop=",",
-        lowercase=True,
-        typo_probability=0.06,
-    ),
-)
+_REGISTERS = tuple(_Register(**register) for register in _WORDS["registers"])
 
 
 def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from fedpriv.config import DataSection, RunConfig
 from fedpriv.errors import InputError, is_memory_failure
 from fedpriv.learning.data.chat import ChatFormat, Row
 from fedpriv.learning.data.text import TextData, by_person
+
+log = logging.getLogger(__name__)
 
 # [records] of a tokenizer, texts, second texts if records have them, and the most tokens of a record.
 Encode = Callable[[Any, Sequence[str], Sequence[str] | None, int], list[Row]]
@@ -52,6 +55,9 @@ class Records:
         unusable: bool [records], those that no model can read: they are sampled like the others and have no gradient;
             None if there are none.
         persons: [records] whom each is about; None where the unit is the record.
+        choices: of which each record is to have one as its response, to test a model; None where it may have any.
+        are_choices: whether the responses are compared by the mean log-likelihood of their tokens, the end of turn
+            included; on a node no shape in the pass of one then tells its length.
     """
 
     features: dict[str, tuple[Tensor, ...]]
@@ -59,12 +65,14 @@ class Records:
     pad_token_id: int
     unusable: Tensor | None = None
     persons: tuple[str, ...] | None = None
+    choices: Choices | None = None
+    are_choices: bool = False
 
     def __len__(self) -> int:
         return len(self.features["input_ids"])
 
     def part(self, indices: Sequence[int]) -> Records:
-        """A new set of the records with the given indices."""
+        """A new set of the records with the given indices, without their choices."""
         features = {name: tuple(column[index] for index in indices) for name, column in self.features.items()}
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         labels = self.labels[chosen] if len(self.labels) else self.labels
@@ -100,6 +108,19 @@ class Records:
     def num_full(self, max_length: int) -> int:
         """The number of usable records with `max_length` tokens: something of each may be cut."""
         return sum(usable(item) and num_tokens(item) >= max_length for item in self.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Responses of which one is right for each record.
+
+    Attributes:
+        records: a set for each place, with the response there; a record that has fewer is unusable at the last.
+        truth: place of each record's own; -1 for one that does not count.
+    """
+
+    records: tuple[Records, ...]
+    truth: tuple[int, ...]
 
 
 # One record of one holder: a batch may mix the records of several holders.
@@ -195,6 +216,32 @@ def tokenize(
         unusable=unusable if bool(unusable.any()) else None,
         persons=data.persons,
     )
+
+
+def with_choices(
+    data: TextData, choices: Sequence[tuple[int, Sequence[str]]], tokenized: Callable[[TextData], Records], most: int
+) -> Records:
+    """The records, and each with every one of its choices as its response.
+
+    A record is unusable if it has more choices than `most`, or one that no model can read. No record decides how, or
+    whether, another is read.
+
+    Args:
+        data: prompts with responses.
+        choices: of each record, and the place of its response among them; -1 if it has another.
+        tokenized: gives the tokens of such records.
+    """
+    texts = [texts for _, texts in choices]
+    pairs = [tuple(own[place] if place < len(own) else "" for own in texts) for place in range(most)]
+    places = tuple(tokenized(replace(data, pairs=responses)) for responses in pairs)
+    reads = [
+        len(own) <= most and all(usable((places[p], row)) for p in range(len(own))) for row, own in enumerate(texts)
+    ]
+    truth = tuple(right if read else -1 for (right, _), read in zip(choices, reads, strict=True))
+    if num_not := truth.count(-1):
+        log.warning("%d of %d records have no allowed answer, or too many, and do not count", num_not, len(truth))
+    unusable = None if all(reads) else ~torch.tensor(reads)
+    return replace(tokenized(data), unusable=unusable, choices=Choices(places, truth))
 
 
 def _known(row: Row, vocabulary: int | None) -> bool:

@@ -2,7 +2,8 @@
 
 A record of instruction data is a prompt and the response to it, read from the columns of a table. The response is a
 text. So is the prompt: with `prompt_column` it is as it stands; with `messages_column` it is the JSON of the chat turns
-before the response, which `turns_of` reads.
+before the response, which `turns_of` reads. With `choice_columns` the response is JSON too: the place of the right one
+among the record's choices, and all of them, which `unpacked_choices` reads.
 
 Whatever is decided about a person depends on a key and on this person's name and records alone, so another person, or
 another person's record, changes nothing of it. Names are compared as they are written: two persons whose names differ
@@ -14,7 +15,8 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedpriv.config import Encoding, Separator
@@ -83,6 +85,8 @@ class DataSource:
         prompt_column, response_column: columns of instruction data; with them, or with messages_column, the three
             above do not matter.
         messages_column: column with lists of chat messages.
+        choice_columns: columns with the choices of which response_column names one; see `from_choices`.
+        choice_names: by one of which it does, in the order of the choices; empty for any way.
         person_column: column that says whom a record is about; empty where the unit is the record.
         most_of_a_person: at most so many records of a person are kept, by a secret of the node.
         separator: of a CSV file; with `auto` its header decides, and a TSV file has tabs.
@@ -96,6 +100,8 @@ class DataSource:
     prompt_column: str = ""
     response_column: str = ""
     messages_column: str = ""
+    choice_columns: tuple[str, ...] = ()
+    choice_names: tuple[str, ...] = ()
     person_column: str = ""
     most_of_a_person: int = 8
     separator: Separator = "auto"
@@ -119,7 +125,8 @@ class DataSource:
             ("prompt_column", "response_column", "messages_column"),
         )
         read = (*(instructions if self.instructs else plain), "person_column")
-        return [(key, column) for key in read if (column := getattr(self, key))]
+        choices = [("choice_columns", column) for column in self.choice_columns]
+        return choices + [(key, column) for key in read if (column := getattr(self, key))]
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,73 @@ def from_messages(value: object) -> tuple[str, str]:
 def turns_of(text: str) -> tuple[Turn, ...]:
     """The turns before a response, as `from_messages` wrote them."""
     return tuple((role, content) for role, content in json.loads(text))
+
+
+def packed_choices(right: int, choices: Sequence[str]) -> str:
+    """The place of the right one, and the choices, as `unpacked_choices` reads them."""
+    return json.dumps([right, *choices])
+
+
+def unpacked_choices(response: str) -> tuple[int, tuple[str, ...]]:
+    """The place and the choices that `packed_choices` wrote."""
+    right, *choices = json.loads(response)
+    return right, tuple(choices)
+
+
+def with_right(data: TextData) -> TextData:
+    """Records with packed choices, with the right one alone as the response."""
+    found = map(unpacked_choices, data.pairs or ())
+    return replace(data, pairs=tuple(choices[right] for right, choices in found))
+
+
+def from_choices(values: Sequence[object], response: object, names: Sequence[str]) -> str:
+    """The choices of a record and which of them is right, packed; no other record decides how they are read.
+
+    Args:
+        values: a text each, of which the last may be missing; or one value: a list of texts, {"text": texts, "label":
+            their names} or {name: text}, or the JSON of one of these.
+        response: the right one: its text, its name, or its number from 0.
+        names: of the places, one of which the response must be; empty for those in the value, or numbers.
+
+    Raises:
+        ValueError: there are fewer than two choices, an empty one, or one twice; or the response is none of them, or
+            means one as a text and another as a name. Says so, and never what stands there.
+    """
+    own, choices = named_choices(values)
+    said, known = as_text(response).strip(), names or own or tuple(map(str, range(len(choices))))
+    places = {place for place, name in enumerate(known[: len(choices)]) if name == said}
+    places |= {place for place, choice in enumerate(choices) if choice == said and not names}
+    if not places:
+        ways = f"labels = {','.join(names)}" if names else "their texts, names or numbers from 0"
+        raise ValueError(f"has a response that is none of its choices, by {ways}")
+    if len(places) > 1:
+        raise ValueError("has a response that is the text of one choice and the name of another; name them in labels")
+    return packed_choices(places.pop(), choices)
+
+
+def named_choices(values: Sequence[object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of a record's choices, if it has any, and their texts; arguments and errors as for `from_choices`."""
+    names: Sequence[object] = ()
+    if len(values) == 1:
+        (value,) = values
+        found = value
+        if isinstance(value, str):
+            with suppress(ValueError):
+                found = json.loads(value)
+        if isinstance(found, Mapping) and isinstance(found.get("text"), (list, tuple)):
+            names, found = found.get("label") or (), found["text"]
+        elif isinstance(found, Mapping):
+            names, found = tuple(found), tuple(found.values())
+        if not isinstance(found, (list, tuple)):
+            raise ValueError("holds no list of choices")
+        values = found
+    while values and values[-1] is None:  # of a record with fewer choices than there are columns
+        values = values[:-1]
+    texts = tuple(as_text(value).strip() for value in values)
+    if len(texts) < 2 or "" in texts or len(set(texts)) < len(texts):
+        wrong = "an empty choice" if "" in texts else "a choice twice" if len(texts) > 1 else "fewer than two choices"
+        raise ValueError(f"has {wrong}; a record needs two or more texts, each once")
+    return tuple(map(str, names)), texts
 
 
 def as_text(value: object) -> str:

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.training.answers import greedy_answers as greedy_answers
     from fedpriv.learning.training.answers import with_adapter as with_adapter
     from fedpriv.learning.training.evaluation import Tokens as Tokens
-    from fedpriv.learning.training.evaluation import class_figures as class_figures
-    from fedpriv.learning.training.evaluation import log_perplexity_change as log_perplexity_change
-    from fedpriv.learning.training.evaluation import mean_estimate as mean_estimate
     from fedpriv.learning.training.evaluation import require_rouge as require_rouge
-    from fedpriv.learning.training.evaluation import rouge_l as rouge_l
     from fedpriv.learning.training.local_update import UpdateSpec as UpdateSpec
     from fedpriv.learning.training.model import TrainingModel as TrainingModel
     from fedpriv.learning.training.own_models import OwnModel as OwnModel

@@ -249,10 +249,25 @@ def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places
     """
     losses, hits = _Sliced.apply(hidden, layer, targets, places)  # type: ignore[no-untyped-call]
     return Predictions(
-        losses=losses,
-        hits=hits,
-        num_targets=to_device(torch.tensor([len(own) for own in places]), hidden.device),
+        losses=losses, hits=hits, num_targets=to_device(torch.tensor([len(own) for own in places]), hidden.device)
     )
+
+
+def even_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor) -> Predictions:
+    """The same of one record, without gradients, and with logits at every place, so that no shape tells its targets.
+
+    Args:
+        hidden, layer, targets: as above, of one row.
+    """
+    wanted, size = to_device(targets[0], hidden.device), max(1, min(_MOST_TARGETS, _MOST_LOGITS // layer.out_features))
+    blocks = zip(hidden[0, :-1].split(size), wanted.clamp_min(0).split(size), strict=True)
+    found = [block_losses(states, layer, tokens, None) for states, tokens in blocks]
+    num_targets = (wanted != IGNORED).sum()
+    losses, hits = (
+        torch.where(wanted != IGNORED, torch.cat(own), 0.0).sum(dim=0, keepdim=True) / num_targets.clamp_min(1)
+        for own in list(zip(*found, strict=True))[:2]
+    )
+    return Predictions(losses=losses, hits=hits, num_targets=num_targets.unsqueeze(0))
 
 
 class _Sliced(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Accuracy, loss, confusion matrix, perplexity and generated answers of a model on a set of records.
 
 Classification may be put to a language model as a question: it is then tested on the records with each of the allowed
-answers, and gives the likeliest one.
+answers, or of a record's own choices, and gives the likeliest one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import dropwhile
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 
 from fedpriv.errors import InputError
 from fedpriv.learning.data.chat import RESPONSE_MASK
-from fedpriv.learning.data.records import Item, Records, num_tokens, usable
+from fedpriv.learning.data.records import Choices, Item, Records, num_tokens, usable
 from fedpriv.learning.training._passes import TOKENS_OF_A_PASS, batches, predictions
 from fedpriv.learning.training.independence import TESTING
 from fedpriv.learning.training.model import TrainingModel
@@ -48,43 +47,10 @@ def confusion_matrix(labels: npt.ArrayLike, predicted: npt.ArrayLike, num_classe
     return tuple(map(tuple, counts.tolist()))
 
 
-def macro_f1(confusion: Sequence[Sequence[int]]) -> float:
-    """The mean F1 score of the classes that occur among the records, at least one, or the predictions: in [0, 1].
-
-    F1 of a class is 2 TP / (2 TP + FP + FN). Classes that occur in neither have none and do not count.
-    """
-    counts = np.asarray(confusion, dtype=np.float64)
-    occurrences = counts.sum(axis=0) + counts.sum(axis=1)
-    occurring = occurrences > 0
-    return float((2 * counts.diagonal()[occurring] / occurrences[occurring]).mean())
-
-
-def majority_share(confusion: Sequence[Sequence[int]]) -> float:
-    """The share of the largest true class, among at least one record: the accuracy of always predicting it."""
-    sizes = np.asarray(confusion).sum(axis=1)
-    return float(sizes.max() / sizes.sum())
-
-
-def class_figures(confusion: Confusion | None) -> dict[str, float | None]:
-    """{key of summary.json: what it says of a confusion matrix}; None for all of them without a matrix."""
-    figures = {
-        "majority_accuracy": majority_share,
-        "accuracy_standard_error": accuracy_standard_error,
-        "macro_f1": macro_f1,
-    }
-    return {name: figure(confusion) if confusion else None for name, figure in figures.items()}
-
-
 def accuracy_of(confusion: Sequence[Sequence[int]]) -> float:
     """The share of records, of which there are some, whose predicted class is the true one, in [0, 1]."""
     counts = np.asarray(confusion)
     return float(counts.trace() / counts.sum())
-
-
-def accuracy_standard_error(confusion: Sequence[Sequence[int]]) -> float:
-    """sqrt(a (1 - a) / n): what the choice of the n test records adds to the accuracy a, whatever was trained."""
-    accuracy = accuracy_of(confusion)
-    return math.sqrt(accuracy * (1 - accuracy) / np.asarray(confusion).sum())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,51 +75,6 @@ class TokenLosses:
         return math.exp(mean) if mean < math.log(np.finfo(np.float64).max) else math.inf  # NaN, too, becomes inf
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeanEstimate:
-    """A mean over records and its standard error, for the choice of the records alone; None for fewer than two."""
-
-    mean: float
-    standard_error: float | None
-
-
-def log_perplexity_change(before: TokenLosses, after: TokenLosses) -> MeanEstimate | None:
-    """The logarithm of the second perplexity over the first, below 0 if the second is better; None without targets.
-
-    It is r = sum d_i / sum n_i, of differences d_i of the records' sums and their counts n_i. What varies is the choice
-    of the m records, so by the delta method its variance is m / (m - 1) sum (d_i - r n_i)^2 / (sum n_i)^2.
-
-    Args:
-        before: losses of records.
-        after: of the same records in the same order.
-
-    Raises:
-        ValueError: the records are not the same.
-
-    Source: Cochran 1977, section 6.4.
-    """
-    if not np.array_equal(before.counts, after.counts):
-        raise ValueError("before, after: have other numbers of targets, so they are not of the same records")
-    total = int(after.counts.sum())
-    if not total:
-        return None
-    differences = after.sums - before.sums
-    ratio = float(differences.sum()) / total
-    return MeanEstimate(mean=ratio, standard_error=_root_of_sum(differences - ratio * after.counts, total))
-
-
-def mean_estimate(values: npt.NDArray[np.float64]) -> MeanEstimate:
-    """The mean of at least one value, and its standard error."""
-    mean = float(values.mean())
-    return MeanEstimate(mean=mean, standard_error=_root_of_sum(values - mean, len(values)))
-
-
-def _root_of_sum(residuals: npt.NDArray[np.float64], total: int) -> float | None:
-    """sqrt(m / (m - 1) sum of squares) / total; None for fewer than two."""
-    num = len(residuals)
-    return math.sqrt(num / (num - 1) * float((residuals**2).sum())) / total if num > 1 else None
-
-
 def require_rouge(num_answers: int) -> None:
     """Refuse to score answers where the package for it is missing.
 
@@ -165,20 +86,6 @@ def require_rouge(num_answers: int) -> None:
             f"generated_answers = {num_answers}: scoring answers needs rouge-score, which is not installed; "
             "pip install fedpriv[llm], or use 0"
         )
-
-
-def rouge_l(references: Sequence[str], answers: Sequence[str]) -> npt.NDArray[np.float64]:
-    """The F1 of each answer's longest common subsequence of words with its reference, in [0, 1], [answers].
-
-    Words are runs of the letters a to z, in lower case, and digits; they are not stemmed.
-
-    Source: Lin 2004, section 3.1.
-    """
-    from rouge_score.rouge_scorer import RougeScorer  # deferred: only runs that generate answers need it
-
-    scorer = RougeScorer(["rougeL"], use_stemmer=False)
-    pairs = zip(references, answers, strict=True)
-    return np.array([scorer.score(reference, answer)["rougeL"].fmeasure for reference, answer in pairs], dtype=float)
 
 
 @dataclass(frozen=True)
@@ -212,17 +119,13 @@ def passes_by_length(items: Sequence[Item]) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def evaluate(
-    model: TrainingModel, records: Records, *, keep_features: bool = False, choices: Choices | None = None
-) -> Evaluation:
+def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = False) -> Evaluation:
     """The quality of the model, with its current adapter, on the records; the states of its prefix cache are used.
 
     Args:
-        records: public ones.
+        records: public ones; of a causal model, which is to find one of their choices, or predict their next tokens.
         keep_features: whether what the head reads is kept for evaluations with the same A and B: those of other ones
             are faster without, by a third on a CPU.
-        choices: the same records with the allowed answers, one of which a causal model is to find; None counts its next
-            tokens.
 
     Raises:
         ValueError: there are no records that a model can read.
@@ -231,7 +134,7 @@ def evaluate(
     if not items:
         raise ValueError("evaluation needs at least one record")
     if not len(records.labels):
-        return _of_causal_model(model, items, choices)
+        return _of_causal_model(model, items, records.choices)
     hits = losses = 0.0
     right = np.zeros(len(records), dtype=np.bool_)
     labels: list[int] = []
@@ -289,29 +192,26 @@ def _token_losses(model: TrainingModel, items: Sequence[Item]) -> tuple[TokenLos
 def _log_likelihoods(model: TrainingModel, choices: Choices) -> npt.NDArray[np.float64]:
     """The logarithm of each answer's probability after each prompt, in nats, [records, answers].
 
-    It is the sum over the answer's tokens, its end of turn included, and not divided by their number: the
-    probabilities of all texts add up to 1, so that they can be compared.
+    It is the sum over the answer's tokens, its end of turn included. Allowed answers are compared by it, since the
+    probabilities of all texts add up to 1; choices, which may be long, by the mean, the sum over their tokens' number.
+
+    Source: Brown et al. 2020, section 2.4, for the mean.
     """
-    return -np.stack([_token_losses(model, records.items())[0].sums for records in choices.records], axis=1)
+    found = np.full((len(choices.truth), len(choices.records)), -np.inf)
+    for place, records in enumerate(choices.records):
+        items = list(filter(usable, records.items()))
+        losses, _ = _token_losses(model, items)
+        found[[row for _, row in items], place] = -losses.sums / (losses.counts if records.are_choices else 1)
+    return found
 
 
 def _confusion_of(model: TrainingModel, choices: Choices) -> Confusion:
     """Records by their own answer (row) and the one that the model finds most likely (column)."""
-    likeliest = _log_likelihoods(model, choices).argmax(axis=1)
-    return confusion_matrix(choices.truth, likeliest, len(choices.records))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Choices:
-    """The test records whose response is one of the allowed answers.
-
-    Attributes:
-        records: a set for each allowed answer: the prompts, all with this response and its end of turn.
-        truth: index of each record's own answer.
-    """
-
-    records: tuple[Records, ...]
-    truth: tuple[int, ...]
+    likelihoods, truth = _log_likelihoods(model, choices), np.array(choices.truth)
+    rows = np.flatnonzero(truth >= 0)
+    if choices.records[0].are_choices:  # whose cut texts may be equal: a tie is no hit
+        likelihoods[rows, truth[rows]] = np.nextafter(likelihoods[rows, truth[rows]], -np.inf)
+    return confusion_matrix(truth[rows], likelihoods[rows].argmax(axis=1), len(choices.records))
 
 
 def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
@@ -326,52 +226,6 @@ def prompt_and_response(item: Item) -> tuple[Tokens, Tokens]:
     while begin and mask[begin - 1]:
         begin -= 1
     return (tuple(tokens[:begin]), tuple(tokens[begin:end])) if end else ((), ())
-
-
-def choices_of(records: Records, tokenizer: Any, answers: Sequence[str]) -> Choices:
-    """The records as questions with the allowed answers; records with another response are left out, which is logged.
-
-    Args:
-        records: with a mask of their responses.
-        answers: at least one.
-
-    Raises:
-        InputError: no record's response is an allowed answer.
-    """
-    pairs = [pair for item in records.items() if usable(item) and all(pair := prompt_and_response(item))]
-    tokens = _answer_tokens(tokenizer, answers, [response for _, response in pairs])
-    index = {answer.strip(): position for position, answer in enumerate(answers)}
-    texts = [text_of(tokenizer, response) for _, response in pairs]
-    known = [(prompt, index[text]) for (prompt, _), text in zip(pairs, texts, strict=True) if text in index]
-    if not known:
-        raise InputError(f"answers = {', '.join(answers)}: no test record has one of them as its response")
-    if len(known) < len(records):
-        log.warning(
-            "%d of %d test records have no allowed answer and do not count", len(records) - len(known), len(records)
-        )
-    prompts, truth = zip(*known, strict=True)
-    return Choices(records=tuple(_with_answer(prompts, answer, records.pad_token_id) for answer in tokens), truth=truth)
-
-
-def _with_answer(prompts: Sequence[Tokens], answer: Tokens, pad_token_id: int) -> Records:
-    """The prompts with this answer as their response."""
-    features = {
-        "input_ids": tuple(torch.tensor((*prompt, *answer)) for prompt in prompts),
-        RESPONSE_MASK: tuple(torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt in prompts),
-    }
-    return Records(features, torch.tensor([], dtype=torch.int64), pad_token_id)
-
-
-def _answer_tokens(tokenizer: Any, answers: Sequence[str], responses: Sequence[Tokens]) -> tuple[Tokens, ...]:
-    """The tokens of each answer as a response: as a record has them, or else encoded alone and ended as others are."""
-    known: dict[str, Tokens] = {}
-    for response in responses:
-        known.setdefault(text_of(tokenizer, response), response)
-    special = set(tokenizer.all_special_ids)
-    # From its first special token on a response only ends.
-    end = tuple(dropwhile(lambda token: token not in special, responses[0] if responses else ()))
-    encoded = (tuple(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers)
-    return tuple(known.get(answer.strip(), (*alone, *end)) for answer, alone in zip(answers, encoded, strict=True))
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:

@@ -37,6 +37,7 @@ from fedpriv.learning.training._passes import (
     Predictions,
     batches,
     class_sum_losses,
+    even_predictions,
     input_of_last,
     next_token_targets,
     output_layer,
@@ -235,7 +236,9 @@ class TrainingModel:
 
     def _batch(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """The records of one pass, on the CPU."""
-        return collate(items, max(padded(num_tokens(item), self.longest) for item in items) if self.alone else None)
+        if not self.alone or items[0][0].are_choices:
+            return collate(items, self.longest if self.alone else None)
+        return collate(items, max(padded(num_tokens(item), self.longest) for item in items))
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: to_device(tensor, self.device) for name, tensor in batch.items()}
@@ -277,6 +280,8 @@ class TrainingModel:
             self.cache.fill(items)
         with input_of(self.output_layer) as captured:
             self._run(items, self._on_device(batch), cached=cached)
+        if self.alone and items[0][0].are_choices:
+            return even_predictions(captured[0], self.output_layer, targets)
         return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets))
 
     def _find_head(self) -> str | None:

@@ -341,11 +341,6 @@ class OwnWorkbench(Workbench):
         """An empty set, for an update that is noise alone, or whose records are yet to be read."""
         return self.tokenize(self.data.clients[0].part([]))
 
-    @property
-    def num_outcomes(self) -> int | None:
-        """The number of classes; None where there are none."""
-        return self.model.num_classes
-
     def client(self, client: int, encode: object = None) -> TensorRecords:  # type: ignore[override]
         """The records that the client trains on."""
         read: dict[int, Any] = self._clients

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedpriv.config import RunConfig
 from fedpriv.errors import is_memory_failure
 from fedpriv.learning.adapters import Adapter, Merged, lora
-from fedpriv.learning.data.records import Records, RecordSet, num_tokens, usable
+from fedpriv.learning.data.records import Item, Records, RecordSet, num_tokens, usable
 from fedpriv.learning.training import local_update
 from fedpriv.learning.training.independence import finite, raising_failures, refusing, shared, side_by_side
 from fedpriv.learning.training.local_update import ClientUpdate, TrainedModel, UpdateSpec, UpdateTask, noise_request
@@ -123,6 +123,8 @@ def count(
 ) -> Tensor:
     """The exact (hits, misses), float64 [2].
 
+    A record with choices is a hit or a miss, like one of a class, so that its pair is (1, 0), (0, 1) or zero.
+
     Guarantee: each unit adds the mean of its records' pairs, which depends on them and the model alone. A record is
     computed in a pass of its own, and if that fails, its pair is zero.
 
@@ -163,9 +165,9 @@ def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Re
     by_length = {num_tokens(item): item for item in records.items()}
     with refusing(model.peft_model.config.model_type), raising_failures(also_of_numbers=True):
         for item in by_length.values():
-            finite(model.predictions([item], cached=False).losses)
+            finite(_losses(model, item))
     begin = time.perf_counter()
-    _share(model, [by_length[max(by_length)]])  # again, when nothing is new
+    _losses(model, by_length[max(by_length)])  # again, when nothing is new
     return time.perf_counter() - begin
 
 
@@ -197,5 +199,22 @@ def _contribution(model: TrainedModel, item: tuple[RecordSet, int]) -> Tensor:
 
 
 def _share(model: TrainedModel, items: Sequence[tuple[RecordSet, int]]) -> float:
-    """The first record's share of correct predictions."""
-    return float(model.predictions(items, cached=False).hits[0])
+    """The first record's share of correct predictions; of choices, 1 if its own is likelier than each other."""
+    records, index = item = cast("Item", items[0])
+    if (choices := getattr(records, "choices", None)) is None:
+        return float(model.predictions(items, cached=False).hits[0])
+    losses = _losses(model, item)
+    there = torch.tensor([usable((each, index)) for each in choices.records])
+    own, there[choices.truth[index]] = losses[choices.truth[index]], False
+    return float(own < losses[there].min()) if losses.isfinite().all() else math.nan
+
+
+def _losses(model: TrainedModel, item: Item) -> Tensor:
+    """The loss of a record; of one with choices that of each, and of what stands for those that it has not.
+
+    Every record of a node takes as many passes, of one shape: how many choices it has, and how long, changes none.
+    """
+    records, index = item
+    places = records.choices.records if records.choices else (records,)
+    found = [model.predictions([(each, index)], cached=False) for each in places]
+    return torch.stack([each.losses[0] for each in found]).cpu()

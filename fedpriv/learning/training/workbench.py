@@ -41,11 +41,12 @@ from fedpriv.learning.data.records import (
     encoder_of,
     tokenize,
     usable,
+    with_choices,
 )
-from fedpriv.learning.data.text import at_most
+from fedpriv.learning.data.text import at_most, unpacked_choices, with_right
 from fedpriv.learning.training._admission import admit, check_learns, check_weights, in_format, public_record
 from fedpriv.learning.training._passes import RECORDS_OF_A_STEP
-from fedpriv.learning.training.evaluation import Choices, Evaluation, evaluate
+from fedpriv.learning.training.evaluation import Evaluation, evaluate
 from fedpriv.learning.training.independence import num_cores, refusing
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
@@ -198,10 +199,7 @@ class Workbench:
         own_names = config.labels if config.task == "SEQ_CLS" else ()
         self.label_names = own_names if source else self.data.label_names
         self.base, self.model = load_model(
-            config,
-            labels=self.label_names,
-            alone=source is not None,
-            num_workers=num_cores() if source else 1,
+            config, labels=self.label_names, alone=source is not None, num_workers=num_cores() if source else 1
         )
         self.initial = self.model.initial
         self.num_clients = len(self.data.clients) if config.data != ON_NODES else config.num_clients
@@ -238,7 +236,12 @@ class Workbench:
         Raises:
             InputError: nothing can be predicted in any of its records.
         """
-        found = self.tokenize(self.data.test)
+        data, answers = self.data.test, self.config.answers
+        if answers and len(data):
+            known = [(answers.index(own) if own in answers else -1, answers) for own in data.pairs or ()]
+            found = with_choices(data, known, self._tokenized, len(answers))
+        else:
+            found = self.tokenize_tested(data)
         if len(found) and not any(map(usable, found.items())):
             raise InputError(
                 f"{'test_data' if self.config.test_data else 'data'}: none of the {len(found)} test records can be "
@@ -296,15 +299,9 @@ class Workbench:
             return end
         return self.encoder.end(self.base.tokenizer)
 
-    @property
-    def num_outcomes(self) -> int | None:
-        """The number of answers of which guessing finds one: classes, or tokens; None if that is not known."""
-        vocabulary: int = self.base.model.config.vocab_size
-        return len(self.label_names) or vocabulary
-
-    def evaluate(self, *, keep_features: bool = False, choices: Choices | None = None) -> Evaluation:
+    def evaluate(self, *, keep_features: bool = False) -> Evaluation:
         """The quality of the model, with its current adapter, on the server's test set; see `evaluate`."""
-        return evaluate(self.model, self.test, keep_features=keep_features, choices=choices)
+        return evaluate(self.model, self.test, keep_features=keep_features)
 
     def save(self, path: Path, adapter: Adapter, merged: Merged) -> None:
         """Write the model with this adapter into a variant's folder, in the form in which others can use it."""
@@ -342,17 +339,31 @@ class Workbench:
             return train, aside
         return federated.answered(train, self.config), federated.answered(aside, self.config)
 
+    def tokenize_tested(self, data: TextData) -> Records:
+        """The records in tokens, with their choices if they have any, to test the model on."""
+        if not self.config.choice_columns:
+            return self.tokenize(data)
+        choices = list(map(unpacked_choices, data.pairs or ()))
+        return with_choices(
+            with_right(data), choices, partial(self._tokenized, are_choices=True), self.config.max_choices
+        )
+
     def tokenize(self, data: TextData, encode: Encode | None = None) -> Records:
-        """The records in tokens, as the run reads them."""
-        return tokenize(
+        """The records in tokens, as the run reads them, to train on."""
+        return self._tokenized(with_right(data) if self.config.choice_columns else data, encode)
+
+    def _tokenized(self, data: TextData, encode: Encode | None = None, *, are_choices: bool = False) -> Records:
+        found = tokenize(
             data,
             self.base.tokenizer,
             label_names=self.label_names,
-            max_length=self.config.max_length,
+            # Without any padding models leave out the mask, and compute in another way: a node's clock could tell it.
+            max_length=self.config.max_length - are_choices,
             vocabulary=self.base.model.get_input_embeddings().num_embeddings,
             encode=encode or self.encoder.encode,
             names=self.features,
         )
+        return replace(found, are_choices=True) if are_choices else found
 
 
 def workbench(config: RunConfig, source: DataSource | None = None) -> Workbench:

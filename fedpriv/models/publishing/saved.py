@@ -24,7 +24,7 @@ from fedpriv.learning.adapters.pooling import normalizes
 from fedpriv.learning.data import TextData, records
 from fedpriv.learning.data.chat import RESPONSE_MASK, ChatFormat
 from fedpriv.learning.data.records import TextReading, collate, num_tokens, tokenize, usable
-from fedpriv.learning.training import Tokens, batches, ends_of_turn, greedy_answers
+from fedpriv.learning.training import Tokens, batches, ends_of_turn, greedy_answers, predictions
 from fedpriv.learning.training.evaluation import text_of
 from fedpriv.models.variants import is_store
 from fedpriv.models.variants.blocks import Tensors
@@ -38,8 +38,8 @@ _Task = Literal["SEQ_CLS", "CAUSAL_LM"]
 # Texts of a pass.
 _ROWS = 8
 
-# Prompts are not cut: one that is too long is refused.
-_NO_LIMIT = 2**30
+NO_LIMIT = 2**30
+"""The most tokens of a prompt, which is not cut: one that is too long is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +337,34 @@ def generate(loaded: LoadedVariant, prompts: Sequence[str], *, max_new_tokens: i
     return [text_of(loaded.tokenizer, answer) for answer in answers]
 
 
+@torch.inference_mode()
+def choose(loaded: LoadedVariant, prompts: Sequence[str], choices: Sequence[Sequence[str]]) -> list[tuple[float, ...]]:
+    """[prompts] the mean log-likelihood of each choice's tokens as the answer, its end of turn included.
+
+    Args:
+        loaded: a model of prompts with responses.
+        choices: of each prompt.
+
+    Raises:
+        InputError: it is another model, or a prompt with a choice cannot be read, or leaves no room.
+    """
+    reading, most = loaded.saved.reading, getattr(loaded.peft_model.config, "max_position_embeddings", NO_LIMIT)
+    if not reading.instructs:
+        raise InputError(f"model {loaded.saved.name}: was not trained on prompts with responses, so it chooses none")
+    found = []
+    for number, (prompt, own) in enumerate(zip(prompts, choices, strict=True), start=1):
+        scores = []
+        for row in reading.chat.encode(loaded.tokenizer, [prompt] * len(own), own, NO_LIMIT):
+            if row is None or len(row["input_ids"]) > most:
+                raise InputError(f"text {number}: with one of its choices it is too long, or cannot be read")
+            batch = {name: torch.tensor([tokens]) for name, tokens in row.items()}
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            logits = loaded.peft_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            scores.append(-float(predictions(logits.float(), batch).losses))
+        found.append(tuple(scores))
+    return found
+
+
 def ends_of(loaded: LoadedVariant) -> frozenset[int]:
     """The tokens that end a causal model's answer."""
     return ends_in(loaded.saved.reading, loaded, loaded.tokenizer)
@@ -350,7 +378,7 @@ def ends_in(reading: TextReading, model: Any, tokenizer: Any) -> frozenset[int]:
 
 def chat_prompt(chat: ChatFormat, tokenizer: Any, text: str) -> Tokens | None:
     """The tokens that precede the response of a chat, as in training; None where they cannot be read."""
-    (row,) = chat.encode(tokenizer, [text], ["x"], _NO_LIMIT)
+    (row,) = chat.encode(tokenizer, [text], ["x"], NO_LIMIT)
     return None if row is None else tuple(row["input_ids"][: row[RESPONSE_MASK].index(1)])
 
 
@@ -367,7 +395,7 @@ def prompt_tokens(loaded: LoadedVariant, prompt: str, number: int) -> Tokens:
     if reading.instructs:
         tokens = chat_prompt(reading.chat, tokenizer, prompt) or ()
     else:
-        (row,) = records.encode(tokenizer, [prompt], None, _NO_LIMIT)
+        (row,) = records.encode(tokenizer, [prompt], None, NO_LIMIT)
         tokens = () if row is None else tuple(row["input_ids"])
     if not tokens:
         raise InputError(f"text {number}: the model's tokenizer or chat template cannot read it")

@@ -224,8 +224,11 @@ class Generation:
     def _chosen(self, answer: _Answer, logits: Tensor) -> int:
         """The answer's next token, which is noted with its log-probability if that is to be told."""
         request, said = answer.request, answer.tokens[len(answer.request.prompt) :]
-        token = next_token(penalized(logits, said, request), request, answer.generator)
-        if request.num_alternatives is not None and token not in self._ends:
+        if request.forced:
+            token = request.forced[len(said)]
+        else:
+            token = next_token(penalized(logits, said, request), request, answer.generator)
+        if request.num_alternatives is not None and (request.forced or token not in self._ends):
             offset = answer.text.num_whole
             answer.untold.append(scored(logits, token, offset, request.num_alternatives, self._texts))
         return token
@@ -235,7 +238,7 @@ class Generation:
         answer.tokens.append(token)
         answer.num_new += 1
         answer.num_of_turn += 1
-        is_end = token in self._ends
+        is_end = token in self._ends and not answer.request.forced
         text = "" if is_end else answer.text.add(token)
         is_over = is_end or answer.text.stopped or answer.num_new == answer.request.max_new_tokens
         if is_over and not answer.text.stopped:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fedpriv.learning.data import ROLES, records
-from fedpriv.learning.data.chat import ChatFormat
-from fedpriv.models.publishing.saved import chat_prompt
+from fedpriv.learning.data.chat import RESPONSE_MASK, ChatFormat
+from fedpriv.models.publishing.saved import NO_LIMIT, chat_prompt
 from fedpriv.models.serving.requests import Generate, ScoredToken, ServingError, Tokens, TooLongError
 
 log = logging.getLogger(__name__)
@@ -111,6 +111,22 @@ class Tokenizing:
             # By its kind alone: what a template says of a message may repeat it.
             log.warning("a chat cannot be put to the model: %s", type(error).__name__)
             raise ServingError("messages: the model's chat template does not take them") from None
+
+    def encode_choice(self, prompt: str, choice: str) -> tuple[Tokens, Tokens]:
+        """The tokens of a prompt, put as in training, and those of an answer to it with its end of turn.
+
+        Raises:
+            TooLongError: they have too many characters.
+            ServingError: template or tokenizer refuse them.
+        """
+        if (num := len(prompt) + len(choice)) > self.most_characters:
+            raise TooLongError(f"a prompt and a choice have {num} characters: at most {self.most_characters}")
+        with self._lock:
+            (row,) = self._chat.encode(self._tokenizer, [prompt], [choice], NO_LIMIT)
+        if row is None:
+            raise ServingError("input, choices: the model's tokenizer or chat template does not take them")
+        begin, tokens = row[RESPONSE_MASK].index(1), row["input_ids"]
+        return tuple(tokens[:begin]), tuple(tokens[begin:])
 
 
 def _least(tokenizer: Any, beginning: str) -> int:

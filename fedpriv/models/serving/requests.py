@@ -75,6 +75,8 @@ class Generate:
             answer; None tells none.
         seed: of the draws; None draws a new one.
         stop: texts before which the answer ends.
+        forced: tokens that are the answer, whatever is likely, of which the log-probabilities are asked; none lets the
+            model say what it likes.
         client: who asks; clients take turns, whatever their number of requests. Empty where it is the only one.
     """
 
@@ -89,6 +91,7 @@ class Generate:
     num_alternatives: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    forced: Tokens = ()
     client: str = ""
 
 

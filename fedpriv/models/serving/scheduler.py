@@ -77,7 +77,9 @@ class Scheduler:
         embeds: whether they turn texts into vectors.
         origin: the folder that the variants are read from, for people.
         max_tokens: that a prompt and its answer may have together, or a text to classify.
-        encode, encode_chat: the tokens of a text, and of a chat up to its answer; see `Tokenizing`.
+        encode, encode_chat, encode_choice: the tokens of a text, of a chat up to its answer, and of an answer that is
+            given as well; see `Tokenizing`.
+        instructs: whether they were trained on prompts with responses.
     """
 
     def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits) -> None:
@@ -100,6 +102,8 @@ class Scheduler:
             loaded.tokenizer, self.model_name, like.reading.chat, self.max_tokens, cuts=self.task == "SEQ_CLS"
         )
         self.encode, self.encode_chat = tokenizing.encode, tokenizing.encode_chat
+        self.encode_choice = tokenizing.encode_choice
+        self.instructs = like.reading.instructs
         self._memory = VariantMemory(readers, base.weights, limits.memory_bytes)
         self._waiting = Waiting(limits.waiting)
         self._counter = PassCounter(base, self._memory, self._waiting, limits)

@@ -1,26 +1,31 @@
 """Answers and their likelihoods in a batch are those that transformers gives each prompt and each text alone."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from fedpriv.errors import InputError
+from fedpriv.config import parse
 from fedpriv.learning.adapters import lora
 from fedpriv.learning.adapters._arithmetic import add_products, factors_of
+from fedpriv.learning.data.records import Choices
+from fedpriv.learning.data.text import unpacked_choices
 from fedpriv.learning.training import answers as decoding
 from fedpriv.learning.training.answers import greedy_answers, with_adapter
 from fedpriv.learning.training.evaluation import (
-    Choices,
-    _answer_tokens,
-    _confusion_of,
     _log_likelihoods,
-    _with_answer,
-    choices_of,
     evaluate,
     prompt_and_response,
+    text_of,
 )
 from fedpriv.learning.training.model import TrainingModel
-from tests.instructions import END, number_tokenizer, random_prompts, records_of
+from fedpriv.learning.training.private_evaluation import count
+from fedpriv.learning.training.workbench import workbench
+from tests.chats import chat_model
+from tests.instructions import END, random_prompts, records_of
+from tests.tiny import move
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -102,10 +107,10 @@ def records_with(responses: list[list[int]], *, seed: int = 0):
     return records_of(list(zip(random_prompts(len(responses), seed=seed), responses, strict=True)))
 
 
-def choices(prompts, answers) -> Choices:
-    prompts = [tuple(prompt) for prompt in prompts]
-    records = tuple(_with_answer(prompts, tuple(answer), 0) for answer in answers)
-    return Choices(records=records, truth=(0,) * len(prompts))
+def choices(prompts, answers, truth=None, *, by_length=False) -> Choices:
+    records = (records_of([(prompt, answer) for prompt in prompts]) for answer in answers)
+    places = tuple(replace(each, are_choices=by_length) for each in records)
+    return Choices(places, tuple(truth or (0,) * len(prompts)))
 
 
 def likelihood_alone(model: TrainingModel, prompt: list[int], answer: list[int]) -> float:
@@ -128,32 +133,100 @@ def test_the_probabilities_of_all_texts_add_up_to_at_most_one(model):
     assert np.exp(_log_likelihoods(model, choices([(4, 5, 6)], single))).sum() == pytest.approx(1)
 
 
-def test_accuracy_is_that_of_brute_force(model):
+def judged(model, prompts, answers, truth, **options):
+    """The evaluation of records whose own answers are these."""
+    records = records_of([(prompt, answers[max(own, 0)]) for prompt, own in zip(prompts, truth, strict=True)])
+    return evaluate(model, replace(records, choices=choices(prompts, answers, truth, **options)))
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+def test_accuracy_is_that_of_brute_force(model, by_length):
     answers = list(ANSWERS.values())
     prompts = random_prompts(40, seed=3)
-    records = records_of([(prompt, answers[i % 4]) for i, prompt in enumerate(prompts)])
     scores = torch.tensor([[likelihood_alone(model, prompt, answer) for answer in answers] for prompt in prompts])
     best = scores.argmax(dim=1).tolist()
+    per_token = (scores / torch.tensor([len(answer) for answer in answers])).argmax(dim=1).tolist()
     assert len(set(best)) > 1, "any constant guess would agree"
-    found = evaluate(model, records, choices=choices_of(records, number_tokenizer(), list(ANSWERS)))
-    assert found.accuracy == sum(i % 4 == one for i, one in enumerate(best)) / 40
+    assert best != per_token, "both ways of scoring would agree"
+    found = judged(model, prompts, answers, [i % 4 for i in range(40)], by_length=by_length)
+    assert found.accuracy == sum(i % 4 == one for i, one in enumerate(per_token if by_length else best)) / 40
     assert [sum(row) for row in found.confusion] == [10] * 4
     assert sum(found.confusion[i][i] for i in range(4)) == 40 * found.accuracy
 
 
-def test_records_with_another_response_do_not_count(model, caplog):
-    records = records_with([ANSWERS["w7"], [40, END], [], ANSWERS["w30"]])
-    found = choices_of(records, number_tokenizer(), ["w30", "w7"])
-    assert found.truth == (1, 0)
-    assert sum(map(sum, _confusion_of(model, found))) == 2
-    assert "2 of 4 test records" in caplog.text
+def test_records_with_another_response_do_not_count(model):
+    found = judged(model, random_prompts(4), list(ANSWERS.values()), [1, -1, -1, 0])
+    assert sum(map(sum, found.confusion)) == 2
 
 
-def test_without_any_allowed_answer_the_error_names_them():
-    with pytest.raises(InputError, match="answers = w50, w51: no test record"):
-        choices_of(records_with([[7, END]]), number_tokenizer(), ["w50", "w51"])
+def test_a_choice_that_equals_another_is_found_by_none(model):
+    """As when both are cut to the same tokens: the first place would be a hit for nothing."""
+    found = judged(model, random_prompts(6), [[7, END], [7, END]], [0] * 6, by_length=True)
+    assert found.accuracy == 0
 
 
-def test_an_answer_that_no_record_has_is_ended_like_the_others():
-    assert _answer_tokens(number_tokenizer(), ["w9 w4", "w7"], [(7, END)]) == ((9, 4, END), (7, END))
-    assert _answer_tokens(number_tokenizer(), ["w9"], [(7, END, 8)]) == ((9, END, 8),)
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """A run of records with two to five choices, one of which is too long."""
+    folder, texts = chat_model(tmp_path_factory.mktemp("chat")), ["a rash", "a cough", "pain " * 30, "flu", "no"]
+    rows = [
+        {
+            "q": f"What is flu {i}?",
+            "c": [*texts[i % 3 :], *texts[: i % 3]][: 2 + i % 4],
+            "a": i % (2 + i % 4),
+            "s": i % 2,
+        }
+        for i in range(24)
+    ]
+    data = folder / "r.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "data": str(data),
+        "prompt_column": "q",
+        "response_column": "a",
+        "choice_columns": ["c"],
+        "max_length": 60,
+    }
+    values |= {"client_column": "s", "simulate": True, "batch_size": 2, "max_choices": 5, "model": str(folder)}
+    return workbench(parse({**values, "base_dtype": "float32", "layers": "all", "test_fraction": 0.5}))
+
+
+def test_a_run_scores_each_choice_as_a_response_of_its_own_to_the_whole_chat(bench):
+    """Against transformers alone, with the template's own text: no tokens, masks or passes of ours."""
+    move(bench.model.peft_model)
+    tokenizer, model = bench.base.tokenizer, bench.model.peft_model
+    hits = []
+    for text, pair in zip(bench.data.test.texts, bench.data.test.pairs, strict=True):
+        right, texts = unpacked_choices(pair)
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        before = tokenizer(asked, add_special_tokens=False)["input_ids"]
+        scores = []
+        for choice in texts:
+            whole = tokenizer(f"{asked}{choice.strip()}<|im_end|>", add_special_tokens=False)["input_ids"][:59]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([whole])).logits[0].double().log_softmax(dim=1)
+            of_tokens = logits[range(len(before) - 1, len(whole) - 1), whole[len(before) :]]
+            scores.append(float(of_tokens.mean()))
+        hits.append(max(range(len(texts)), key=scores.__getitem__) == right)
+    assert 0 < sum(hits) < len(hits)
+    assert bench.evaluate().accuracy == sum(hits) / len(hits)
+    exact = count(bench.model, lora.read_parameters(bench.model.parameters), {}, bench.test)
+    assert exact.tolist() == [sum(hits), len(hits) - sum(hits)]
+
+
+def test_one_record_changes_the_counts_by_one_pair_and_no_other_records_part(bench):
+    adapter = lora.read_parameters(bench.model.parameters)
+    data = bench.data.test
+    whole = count(bench.model, adapter, {}, bench.tokenize_tested(data))
+    for gone in range(4):
+        rest = bench.tokenize_tested(data.part([row for row in range(len(data)) if row != gone]))
+        assert sorted((whole - count(bench.model, adapter, {}, rest)).tolist()) == [0.0, 1.0]
+
+
+def test_training_learns_the_right_choice_alone(bench):
+    found = bench.client(0)
+    assert found.choices is None
+    responses = [text_of(bench.base.tokenizer, prompt_and_response(item)[1]) for item in found.items()]
+    assert responses == [unpacked_choices(pair)[1][unpacked_choices(pair)[0]] for pair in bench.data.clients[0].pairs]

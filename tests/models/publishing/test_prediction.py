@@ -6,9 +6,11 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from fedpriv.learning.adapters import load, load_base
 from fedpriv.models.publishing import saved
+from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
 from tests.served import LABELS, save_run
 
@@ -126,3 +128,46 @@ def test_a_damaged_file_is_restored_from_a_store_without_loss_as_the_refusal_adv
     fedpriv("dedup", "restore", tmp_path / "store", "global", "--out", tensors)
     assert tensors.read_bytes() == before
     assert as_json("predict", copy, "x")["label"] in LABELS
+
+
+@pytest.fixture(scope="module")
+def chooser(tmp_path_factory):
+    """A run of a model of prompts and responses."""
+    folder = tmp_path_factory.mktemp("chat")
+    values = {"model": str(chat_model(folder / "model")), "data": "x.csv", "prompt_column": "p", "response_column": "r"}
+    values |= {"prompt_template": "{}, in a word?", "max_length": 64, "layers": "all", "normalize_features": False}
+    return save_run(folder / "run", values, ("global",), scale=0.5)
+
+
+def test_a_language_model_tells_the_likeliest_choice_of_each_record(chooser, tmp_path):
+    """By the mean log-likelihood that transformers and peft alone give each choice in the template's own text."""
+    prompts, choices = ["What is flu?", "a rash"], [("a disease", "pain today"), ("a cough", "no", "yes")]
+    folder = chooser.parent / "model"
+    model, tokenizer = load(str(folder), chooser / "variants" / "global"), AutoTokenizer.from_pretrained(folder)
+
+    def score(prompt: str, choice: str) -> float:
+        chat = [{"role": "user", "content": f"{prompt}, in a word?"}]
+        before = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        known, whole = (tokenizer(text)["input_ids"] for text in (before, f"{before}{choice}<|im_end|>"))
+        of_tokens = model(input_ids=torch.tensor([whole])).logits[0].log_softmax(dim=1)
+        return float(of_tokens[range(len(known) - 1, len(whole) - 1), whole[len(known) :]].mean())
+
+    expected = [{choice: score(prompt, choice) for choice in own} for prompt, own in zip(prompts, choices, strict=True)]
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(json.dumps({"q": q, "c": c}) + "\n" for q, c in zip(prompts, choices, strict=True)))
+    found = as_json("predict", chooser, file, "--text", "q", "--choices", "c")["predictions"]
+    for each, scores in zip(found, expected, strict=True):
+        assert each["log_likelihoods"] == pytest.approx(list(scores.values()), abs=1e-4)
+        assert each["predicted_choice"] == max(scores, key=scores.get) == list(scores)[each["predicted_number"]]
+    asked = ["predict", chooser, prompts[0], *(word for choice in choices[0] for word in ("--choices", choice))]
+    assert as_json(*asked)["predicted_choice"] == found[0]["predicted_choice"]
+    assert fedpriv(*asked)[0].splitlines()[0].startswith(found[0]["predicted_choice"])
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [(["a"], "holds no list"), (["a", "a "], "has a choice twice"), (["a", " "], "has an empty choice")],
+)
+def test_texts_that_are_no_choices_are_refused_before_a_model_is_loaded(chooser, choices, message):
+    _, error = fedpriv("predict", chooser, "flu?", *(word for c in choices for word in ("--choices", c)), code=2)
+    assert f"--choices: {message}" in error

@@ -99,14 +99,33 @@ def _score(text: str, log_probability: float) -> dict[str, Any]:
     return {"token": text, "bytes": list(text.encode()) if is_whole else None, "logprob": log_probability}
 
 
-def classified(model: str, labels: Sequence[str], rows: Iterable[Sequence[float]], num_tokens: int) -> dict[str, Any]:
-    """The classes of texts, the likeliest first named alone."""
+def classified(model: str, rows: Iterable[Mapping[str, float]], num_tokens: int) -> dict[str, Any]:
+    """The classes of texts, {class: probability} of each, the likeliest first named alone."""
     data = []
-    for index, row in enumerate(rows):
-        probabilities: Mapping[str, float] = dict(zip(labels, row, strict=True))
+    for index, probabilities in enumerate(rows):
         likeliest = max(probabilities, key=lambda label: probabilities[label])
         data.append({"index": index, "label": likeliest, "probabilities": probabilities})
     return {"object": "list", "model": model, "data": data, "usage": _usage_of_texts(num_tokens)}
+
+
+async def chosen(answers: Answers, choices: Sequence[Sequence[str]]) -> tuple[list[dict[str, float]], int]:
+    """{choice: exp of its tokens' mean log-probability, over the sum of all} for each text, and the number of tokens.
+
+    Raises:
+        ServingError: the engine failed.
+    """
+    sums = [0.0] * len(answers.requests)
+    async for index, event in answers.events():
+        if isinstance(event, Piece):
+            sums[index] += sum(token.log_probability for token in event.tokens)
+    lengths = [len(request.forced) for request in answers.requests if isinstance(request, Generate)]
+    means = iter([total / length for total, length in zip(sums, lengths, strict=True)])
+    scores = [np.array([next(means) for _ in own]) for own in choices]
+    shares = [(each := np.exp(of_text - of_text.max())) / each.sum() for of_text in scores]
+    num_tokens = sum(len(r.prompt) + len(r.forced) for r in answers.requests if isinstance(r, Generate))
+    return [
+        dict(zip(own, of_text.tolist(), strict=True)) for own, of_text in zip(choices, shares, strict=True)
+    ], num_tokens
 
 
 def embedded(model: str, found: Embedded, encoding: str | None) -> dict[str, Any]:

@@ -64,6 +64,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _as_lists(value: Any) -> Any:
+    return [value] if isinstance(value, list) and all(isinstance(each, str) for each in value) else value
+
+
 def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
@@ -211,15 +215,17 @@ class ChatRequest(_Generation):
 
 
 class ClassifyRequest(ModelRequest):
-    """`POST /v1/classify`."""
+    """`POST /v1/classify`; of a language model with the choices of all texts, or of each, of which it finds one."""
 
     input: Texts
     user: Annotated[str, Field(max_length=512)] | None = None
+    choices: Annotated[list[list[Text]], Field(min_length=1), BeforeValidator(_as_lists)] | None = None
 
 
 class EmbeddingRequest(ClassifyRequest):
     """`POST /v1/embeddings`."""
 
+    choices: None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 

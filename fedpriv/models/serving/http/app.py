@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from fedpriv.models.serving.http._openai_answers import (
     Answers,
     EventStream,
+    chosen,
     classified,
     collected,
     embedded,
@@ -46,7 +47,7 @@ from fedpriv.models.serving.http.limits import (
 )
 from fedpriv.models.serving.http.refusals import RefusalError, of_engine
 from fedpriv.models.serving.http.tokens import ANYONE, Token, Tokens
-from fedpriv.models.serving.requests import Classified, Classify, Embed, Embedded, ServingError
+from fedpriv.models.serving.requests import Classified, Classify, Embed, Embedded, Generate, ServingError
 from fedpriv.models.serving.requests import Request as EngineRequest
 from fedpriv.models.serving.requests import Tokens as Encoded
 
@@ -170,8 +171,37 @@ class _Routes:
     async def classify(self, request: Request) -> Response:
         """Labels with probabilities, for each text."""
         asked = await self._resolved(request, ClassifyRequest)
+        if asked.choices is not None or self._serving.task != "SEQ_CLS":
+            return await self._chosen(request, asked)
         found = await self._of_texts(request, asked, Classify, Classified)
-        return JSONResponse(classified(asked.model, self._serving.labels, found.probabilities, found.num_tokens))
+        rows = [dict(zip(self._serving.labels, row, strict=True)) for row in found.probabilities]
+        return JSONResponse(classified(asked.model, rows, found.num_tokens))
+
+    async def _chosen(self, request: Request, asked: ClassifyRequest) -> Response:
+        """The likeliest of a text's choices, for each text, by a language model."""
+        if asked.choices is None or self._serving.task == "SEQ_CLS" or not self._serving.instructs:
+            self._check_task("SEQ_CLS")
+            message = "choices: are for language models; those here classify texts by labels of their own."
+            raise RefusalError(400, message, code="wrong_task", param="choices")
+        choices = asked.choices * len(asked.input) if len(asked.choices) == 1 else asked.choices
+        if len(choices) != len(asked.input) or any(
+            len({c.strip() for c in own} - {""}) < max(2, len(own)) for own in choices
+        ):
+            message = "choices: a list for all texts, or one for each, of two or more texts, none twice and none empty."
+            raise RefusalError(400, message, code="invalid_value", param="choices")
+        self._check_inputs(num := sum(map(len, choices)), "choices")
+        request.scope["count_inputs"](num)
+        pairs = [(text, choice) for text, own in zip(asked.input, choices, strict=True) for choice in own]
+        works = [partial(self._serving.encode_choice, *pair) for pair in pairs]
+        tokens = await self._at_turns(request, asked.model, works)
+        if (longest := max(len(choice) for _, choice in tokens)) > (limit := self._limits.max_new_tokens):
+            message = f"choices: one has {longest} tokens; at most {limit} here."
+            raise RefusalError(400, message, code="too_many_tokens", param="choices")
+        of_all: dict[str, Any] = {"variant": asked.model, "num_alternatives": 0, "client": _client(request)}
+        made = [Generate(prompt=text, forced=own, max_new_tokens=len(own), **of_all) for text, own in tokens]
+        answers = self._submitted(asked.model, lambda: made)
+        found, num_tokens = await self._answered(request, answers, asked.model, chosen(answers, choices))
+        return JSONResponse(classified(asked.model, found, num_tokens))
 
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
@@ -227,11 +257,15 @@ class _Routes:
         return asked.model_copy(update={"model": self._catalogue.resolve(_token(request), asked.model)})
 
     async def _encoded(self, request: Request, name: str, said: Sequence[str | _Chat]) -> tuple[Encoded, ...]:
-        """The tokens of texts or chats, each at a turn of the token's own."""
+        """The tokens of texts or chats."""
+        encode, encode_chat = self._serving.encode, self._serving.encode_chat
+        works = [partial(encode, each) if isinstance(each, str) else partial(encode_chat, each) for each in said]
+        return await self._at_turns(request, name, works)
 
-        async def all_of_them() -> tuple[Encoded, ...]:
-            encode, encode_chat = self._serving.encode, self._serving.encode_chat
-            works = [partial(encode, each) if isinstance(each, str) else partial(encode_chat, each) for each in said]
+    async def _at_turns(self, request: Request, name: str, works: Sequence[Callable[[], T]]) -> tuple[T, ...]:
+        """The results of works on texts, each at a turn of the token's own."""
+
+        async def all_of_them() -> tuple[T, ...]:
             return tuple([await self._texts.run(_token(request).name, work) for work in works])
 
         try:

@@ -13,10 +13,10 @@ from transformers import AutoModel
 from fedpriv.config import ON_NODES, parse
 from fedpriv.learning.adapters import lora
 from fedpriv.learning.data.records import collate
-from fedpriv.learning.training import baselines
-from fedpriv.learning.training.baselines import Baselines, _features, compute
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.workbench import Workbench
+from server import baselines
+from server.baselines import Baselines, _features, compute
 from tests.tiny import LABELS, random_records
 
 Row = tuple[str, str]

@@ -1,0 +1,76 @@
+"""A language model's server tells the likeliest of given choices, as `fedpriv predict` scores them."""
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from fedpriv.models.publishing import saved
+from fedpriv.models.serving.http.app import create_app
+from fedpriv.models.serving.http.limits import RequestLimits
+from fedpriv.models.serving.http.tokens import Tokens
+from tests.models.serving.fake import FakeCards, FakeServing
+from tests.served import serving
+
+TEXTS = ["What is flu?", "a rash on the knee"]
+CHOICES = [["a disease", "pain today", "no"], ["it itches a lot", "cough"]]
+
+
+@pytest.fixture(scope="module")
+def client(chat_run):
+    with serving(chat_run, rows=3) as scheduler:
+        yield of(scheduler)
+
+
+def of(scheduler, **limits):
+    app = create_app(scheduler, FakeCards(), Tokens(None), RequestLimits(**limits))
+    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+
+
+def asked(client, choices, texts=TEXTS, **more):
+    return client.post("/v1/classify", json={"model": "client-0", "input": texts, "choices": choices, **more})
+
+
+def test_each_choice_has_the_share_of_its_mean_likelihood(client, chat_run):
+    found = asked(client, CHOICES).json()
+    loaded = saved.load(saved.find(chat_run, variant="client-0"))
+    for row, own, scores in zip(found["data"], CHOICES, saved.choose(loaded, TEXTS, CHOICES), strict=True):
+        expected = np.exp(scores) / np.exp(scores).sum()
+        assert row["probabilities"] == pytest.approx(dict(zip(own, expected, strict=True)), abs=1e-4)
+        assert row["label"] == own[int(np.argmax(scores))]
+    assert len({tuple(row["probabilities"].values()) for row in found["data"]}) == 2
+    # The same for all texts, and for one.
+    both = asked(client, CHOICES[0]).json()["data"]
+    assert both[0]["probabilities"] == pytest.approx(found["data"][0]["probabilities"], abs=1e-5)
+    assert len(both[1]["probabilities"]) == 3
+    alone = asked(client, CHOICES[0], TEXTS[0]).json()["data"]
+    assert alone[0]["probabilities"] == pytest.approx(both[0]["probabilities"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("choices", "param"),
+    [
+        (["a"], "choices"),
+        ([["a", "b"], ["c"]], "choices"),
+        ([["a", "b"]] * 3, "choices"),
+        (["a", " a"], "choices"),
+        (["a", "  "], "choices"),
+        (["a", ""], "choices.0.1"),
+        ([], "choices"),
+        ("a", "choices"),
+        ([str(number) for number in range(40)], "choices"),
+        (["a", "cough " * 40], "choices"),
+    ],
+    ids=range(10),
+)
+def test_what_are_no_choices_is_refused_by_name(chat_run, client, choices, param):
+    with serving(chat_run) as scheduler:
+        answer = asked(of(scheduler, max_new_tokens=20), choices)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.json()
+
+
+def test_classifiers_have_labels_of_their_own_and_language_models_none(client):
+    answer = asked(of(FakeServing(task="SEQ_CLS")), ["a", "b"])
+    assert "choices: are for language models" in answer.json()["error"]["message"]
+    assert client.post("/v1/classify", json={"model": "client-0", "input": "x"}).status_code == 400
+    embedding = client.post("/v1/embeddings", json={"model": "client-0", "input": "x", "choices": ["a", "b"]})
+    assert embedding.json()["error"]["param"] == "choices"
