@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
@@ -93,7 +93,7 @@ class RunConfig(
             privacy_view="local",
             secure_aggregation=False,
             secure_masks=None,
-            client_weights="records" if self.weighs_records else self.client_weights,
+            client_weights="records" if self.weighting == "records" else self.client_weights,
             comparison=False,
             baselines=False,
             variant_rounds=(),
@@ -156,9 +156,11 @@ class RunConfig(
         return self.instructs and self.has_test_set and self.generated_answers > 0
 
     @property
-    def weighs_records(self) -> bool:
-        """Whether the clients' weights are rho_k = N_k / N, rather than in proportion to N_k^1.5."""
-        return self.client_weights == "records" or (self.client_weights == "auto" and self.secure_aggregation)
+    def weighting(self) -> Literal["uniform", "records", "root-records"]:
+        """What the clients' weights are in proportion to."""
+        if self.client_weights != "auto":
+            return self.client_weights
+        return "records" if self.secure_aggregation else "root-records"
 
     @property
     def masks(self) -> bool:

@@ -69,6 +69,7 @@ def summed(model: TrainingModel, spec: UpdateSpec, weights: dict[int, float]) ->
         {"sampling_probability": 0.25, "client_weights": "records"},
         {"batch_size": 8, "client_weights": "root-records"},
         {"batch_size": 8, "client_weights": "records", "clipping": "batch"},
+        {"sampling_probability": 0.25, "client_weights": "uniform"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
