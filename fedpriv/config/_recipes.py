@@ -11,12 +11,13 @@ from fedpriv.config._model_and_data import OWN_MODEL
 from fedpriv.config._section import ConfigSection, split
 from fedpriv.privacy.mechanisms.registry import FOR_SUMS, MECHANISMS
 
-Recipe = Literal["fedpriv", "dp-lora-paper", "instruction"]
+Recipe = Literal["fedpriv", "per-sample", "dp-lora-paper", "instruction"]
 """Names of recipes."""
 
 RECIPES: Mapping[Recipe, str] = {
     "fedpriv": "classifiers: the head starts from class means, noise and learning rates follow from an epsilon of 2.3",
-    "dp-lora-paper": "as in the DP-LoRA paper: several local steps on small batches, a fixed noise multiplier",
+    "per-sample": "plain DP-SGD on A, B and head: each sample is clipped, in several local steps on small batches",
+    "dp-lora-paper": "the DP-LoRA paper's Algorithm 1 and settings to the letter, for comparison: it hardly learns",
     "instruction": "language models that answer: one frozen factor, Adam at the server; prompts or messages imply it",
 }
 """{name of a recipe: what it is for}."""
@@ -24,12 +25,18 @@ RECIPES: Mapping[Recipe, str] = {
 BY_RECIPE = "by recipe"
 """The value that leaves a key to the recipe, where each key must have one, as in Flower's project file."""
 
+_PAPERS_CLIPPING = (
+    "clipping = batch, as in the DP-LoRA paper: noise of z C on every value is not divided by batch_size, and the "
+    "gradient that it hides has length C at most, so the model hardly learns; clipping = joint clips each sample and "
+    "divides by batch_size"
+)
+
 # The default of `num_clients`.
 _NUM_CLIENTS = 5
 
 # The defaults of `RunConfig` are the recipe `fedpriv`; these are what the others have in their place. Its batches are
 # full: with q = 0.1, noise per unit of signal is 12, 26 and 95 % higher at epsilon 1, 2 and 8 (39 steps, delta 1e-5).
-_DP_LORA_PAPER: Mapping[str, Any] = {
+_PER_SAMPLE: Mapping[str, Any] = {
     "rank": 8,
     "alpha": 16.0,
     "layers": "last-2",
@@ -45,6 +52,23 @@ _DP_LORA_PAPER: Mapping[str, Any] = {
     "lora_rounds": "",
     "client_weights": "records",
     "server_optimizer": "sgd",
+}
+
+# Table 2 of Liu et al. 2023, and T, rho_k, rank and rule of its sections 5.2, 5.3 and 4.2; K is the default. It names
+# no alpha, modules or layers: its product A B is not scaled, and its adapters are in all layers.
+_DP_LORA_PAPER: Mapping[str, Any] = {
+    **_PER_SAMPLE,
+    "rank": 512,
+    "alpha": 512.0,
+    "layers": "all",
+    "rounds": 50,
+    "local_steps": 1,
+    "batch_size": 8,
+    "learning_rate": 5e-4,
+    "clipping": "batch",
+    "clip_norm": 10.0,
+    "noise_multiplier": 2.0,
+    "client_weights": "uniform",
 }
 
 # No value depends on the size of a model's gradients, which could not be looked up without a release: in SmolLM2-135M
@@ -80,6 +104,7 @@ _WITH_ANSWERS: Mapping[str, Any] = {
 
 _PRESETS: Mapping[Recipe, Mapping[str, Any]] = {
     "fedpriv": {},
+    "per-sample": _PER_SAMPLE,
     "dp-lora-paper": _DP_LORA_PAPER,
     "instruction": _INSTRUCTION,
 }
@@ -182,13 +207,18 @@ def _asking_for(answers: object) -> str:
 
 
 def why_recipe(values: Mapping[str, Any]) -> str:
-    """A line that says by which key the values imply another recipe than `fedpriv`; empty if they name one, or none."""
+    """A line on each choice that surprises: a key that implies another recipe than `fedpriv`, and the paper's clipping.
+
+    Empty if the values name a recipe, or none, and clip each sample.
+    """
     values = {key: value for key, value in values.items() if value != BY_RECIPE}
-    recipe, key = _implied(values)
-    if "recipe" in values or not key:
-        return ""
-    given = "a model of your own" if key == "model" else f"{key} = {values[key]}"
-    return f"recipe = {recipe}, which {given} implies: most defaults differ from those of recipe = fedpriv"
+    (recipe, key), lines = _implied(values), []
+    if "recipe" not in values and key:
+        given = "a model of your own" if key == "model" else f"{key} = {values[key]}"
+        lines.append(f"recipe = {recipe}, which {given} implies: most defaults differ from those of recipe = fedpriv")
+    if with_recipe(values).get("clipping") == "batch":
+        lines.append(_PAPERS_CLIPPING)
+    return "\n".join(lines)
 
 
 def _implied(values: Mapping[str, Any]) -> tuple[Recipe, str]:
@@ -204,4 +234,4 @@ def _implied(values: Mapping[str, Any]) -> tuple[Recipe, str]:
         "mechanism": name is not None and not (name in list(MECHANISMS) and MECHANISMS[name].noise_adds_up),
     }
     key = next((key for key, is_foreign in foreign.items() if is_foreign), "")
-    return ("dp-lora-paper" if key else "fedpriv"), key
+    return ("per-sample" if key else "fedpriv"), key

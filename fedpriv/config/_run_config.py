@@ -259,7 +259,7 @@ class RunConfig(
             raise ValueError(
                 f"engine = {self.engine}: a model of your own is in one process alone; use {' or '.join(engines)}"
             )
-        if self.recipe != "dp-lora-paper":
+        if self.recipe != "per-sample":
             raise ValueError(f"recipe = {self.recipe}: is for language models; leave it out with a model of your own")
         if self.learning_rate == "auto":
             raise ValueError("learning_rate = auto: is derived for language models alone; give a number")
@@ -500,7 +500,7 @@ class RunConfig(
 
     def _check_recipe(self) -> None:
         """Refuse parts of the recipe `fedpriv` without the other parts that they need."""
-        remedy = "or use recipe = dp-lora-paper"
+        remedy = "or use recipe = per-sample"
         one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
         parts = {
             "head_start = true": (self.head_start, one_clipped_sum),

@@ -72,7 +72,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     SECURE: {**_AUTO, "simulate": False},
     # What it trains where noise is larger.
     NARROW: {**_AUTO, "rank": 16, "alpha": 64, "rounds": 53},
-    "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
+    "paper": {**_TESTED_AT_THE_END, "recipe": "per-sample"},
     CENTRAL: _HEAD,
     CURVE: {**_HEAD, "evaluate_every": 1},
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.

@@ -11,15 +11,17 @@ clients, unevenly by label.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from simulations.studies.federations import run_sweep
 from simulations.studies.harness import Estimate, Line, fill, lines, parser, shown, table
 
-DEFAULT, PAPER, WEIGHTS, RANKS, CODECS, MEDQUAD, SST2 = (
-    f"aggregation{part}" for part in ("", "-paper", "-weights", "-ranks", "-codecs", "-medquad", "-sst2")
+SWEEPS = DEFAULT, PER_SAMPLE, WEIGHTS, RANKS, CODECS, MEDQUAD, SST2, ALGORITHM = tuple(
+    f"aggregation{part}"
+    for part in ("", "-per-sample", "-weights", "-ranks", "-codecs", "-medquad", "-sst2", "-algorithm-1")
 )
 FILES = {
     MEDQUAD: {"data": "medquad.csv.gz"},
@@ -31,7 +33,7 @@ NOISES = (2, 8, None)
 """The epsilons of tables; None is without noise."""
 
 PLOTS = {
-    PAPER: ("accuracy-against-epsilon.png", "aggregation-accuracy.png"),
+    PER_SAMPLE: ("accuracy-against-epsilon.png", "aggregation-accuracy.png"),
     WEIGHTS: ("bytes-against-accuracy.png", "aggregation-weights-bytes.png"),
 }
 """{sweep: a plot in its folder, and the plot's name on the page}."""
@@ -39,7 +41,7 @@ PLOTS = {
 
 def run(runs: Path, out: Path, data: Path, folder: Path) -> None:
     """Run every sweep that has runs without a line, and copy the plots of those into a folder."""
-    for name in (DEFAULT, PAPER, WEIGHTS, RANKS, CODECS, MEDQUAD, SST2):
+    for name in SWEEPS:
         files = FILES.get(name, {})
         if absent := [file for file in files.values() if not (data / file).is_file()]:
             print(f"{name}: skipped: data = {data}: holds no {absent[0]}", flush=True)
@@ -54,11 +56,12 @@ def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs."""
     found = lines(runs)
     epsilons, sizes = ("epsilon 2", "epsilon 8"), ("MB up", "MB down")
-    paper = (*_rows(found, PAPER, NOISES), *_rows(found, WEIGHTS, NOISES, ", full weights"))
+    rules = (*_rows(found, PER_SAMPLE, NOISES), *_rows(found, WEIGHTS, NOISES, ", full weights"))
     blocks = {
         "default": table(("rule", *epsilons, *sizes), _rows(found, DEFAULT, NOISES[:2])),
-        "paper": table(("rule", *epsilons, "no noise", *sizes), paper),
+        "per-sample": table(("rule", *epsilons, "no noise", *sizes), rules),
         "variants": table(("epsilon 8", "accuracy", "MB up"), _variants(found)),
+        "algorithm": table(("change", "local epsilon", "z", "accuracy", "MB up"), _changes(_of(found, ALGORITHM))),
         "real": table(("rule", "MedQuAD", "MB down", "SST-2", "MB down"), _real(found)),
     }
     fill(page, blocks)
@@ -95,10 +98,27 @@ def _variants(found: Sequence[Line]) -> Iterator[Sequence[str]]:
     """Ranks, and codecs of uploads, at epsilon 8."""
     for line in _of(found, RANKS):
         yield _row(f"`{line['cell']['aggregation']}`, rank {line['cell']['rank']}", [line])
-    own_of_paper = _by("aggregation", _of(found, PAPER)).get("dp-lora", [])
-    plain = [line for line in own_of_paper if _noise(line["cell"]) == 8]
+    own = _by("aggregation", _of(found, PER_SAMPLE)).get("dp-lora", [])
+    plain = [line for line in own if _noise(line["cell"]) == 8]
     for name, own in {**_by("upload_codec", _of(found, CODECS)), "float32": plain}.items():
         yield _row(f"`dp-lora`, rank 8, `{name}`", own)
+
+
+def _changes(found: Sequence[Line]) -> Iterator[Sequence[str]]:
+    """Algorithm 1, and what each of the next settings has that the one before has not."""
+    settings: dict[str, list[Line]] = {}
+    for line in found:
+        settings.setdefault(str({**line["cell"], "seed": 0}), []).append(line)
+    before: Mapping[str, Any] = {}
+    for own in settings.values():
+        cell = own[0]["cell"]
+        new = {key: value for key, value in cell.items() if key != "target_epsilon" and before.get(key, value) != value}
+        before = cell
+        name = ", ".join(f"`{key} = {value}`" for key, value in new.items()) or "Algorithm 1 with Table 2"
+        epsilon, z = (max(line[figure] for line in own) for figure in ("epsilon_local_max", "noise_multiplier"))
+        yield name, f"{epsilon:.2f}", f"{z:.3g}", shown(_accuracy(own)), _megabytes(own, "bytes_up")
+    if found:
+        yield "untrained", "0", "", shown(Estimate.of(line["accuracy_initial"] for line in own)), ""
 
 
 def _by(key: str, found: Sequence[Line]) -> dict[str, list[Line]]:

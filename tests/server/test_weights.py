@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("as_a_task")
 SIZES = {0: 400, 1: 100, 2: 225, 3: 900}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 SUMS = {"secure_aggregation": True, "privacy_view": "aggregate", "min_clients": 3}
-PAPER = {"recipe": "dp-lora-paper", "local_steps": 1, "noise_multiplier": 1.5, "rounds": 2}
+PAPER = {"recipe": "per-sample", "local_steps": 1, "noise_multiplier": 1.5, "rounds": 2}
 
 
 def make(**changes) -> tuple[RunConfig, Books]:

@@ -67,10 +67,14 @@ def sweep_line(sweep: str, accuracy: float, **cell: object) -> dict:
 
 def test_accuracies_of_a_rule_are_means_over_seeds_by_noise(tmp_path):
     noisy = [
-        sweep_line("aggregation-paper", value, aggregation="flora", target_epsilon=2, noise_multiplier=1.88, seed=seed)
+        sweep_line(
+            "aggregation-per-sample", value, aggregation="flora", target_epsilon=2, noise_multiplier=1.88, seed=seed
+        )
         for seed, value in enumerate((0.5, 0.6, 0.7))
     ]
-    plain = sweep_line("aggregation-paper", 0.8, aggregation="flora", target_epsilon=None, noise_multiplier=0, seed=0)
+    plain = sweep_line(
+        "aggregation-per-sample", 0.8, aggregation="flora", target_epsilon=None, noise_multiplier=0, seed=0
+    )
     weights = sweep_line("aggregation-weights", 0.4, aggregation="cmfl", target_epsilon=2, noise_multiplier=1.88)
     real = sweep_line("aggregation-medquad", 0.7, aggregation="flora", seed=0)
     rows = written(tmp_path, aggregation, *noisy, plain, weights, real)
@@ -78,6 +82,19 @@ def test_accuracies_of_a_rule_are_means_over_seeds_by_noise(tmp_path):
     assert ["`cmfl`, full weights", "0.400 (one seed)", "", "", "5.81", "94.24"] in rows
     assert ["`flora`", "0.700 (one seed)", "94.24", "not run", ""] in rows
     assert ["largest class", "0.300", "", "", ""] in rows
+
+
+def test_each_step_away_from_algorithm_1_names_what_it_changes(tmp_path):
+    figures = {"epsilon_local_max": 3.76, "noise_multiplier": 2.0}
+    steps = [
+        sweep_line("aggregation-algorithm-1", accuracy, target_epsilon=epsilon, rank=rank, clipping=clipping, seed=seed)
+        for epsilon, rank, clipping, accuracy in ((None, 512, "batch", 0.1), (2, 8, "batch", 0.2), (2, 8, "joint", 0.3))
+        for seed in (0, 1)
+    ]
+    rows = written(tmp_path, aggregation, *(step | figures for step in steps))
+    assert ["Algorithm 1 with Table 2", "3.76", "2", "0.100 ± 0.000 (2 runs)", "5.81"] in rows
+    assert ["`rank = 8`", "3.76", "2", "0.200 ± 0.000 (2 runs)", "5.81"] in rows
+    assert ["`clipping = joint`", "3.76", "2", "0.300 ± 0.000 (2 runs)", "5.81"] in rows
 
 
 def test_noise_is_shown_by_its_standard_deviation(tmp_path):
