@@ -33,7 +33,7 @@ AccountantName = Annotated[
     str,
     typer.Option(
         click_type=OneOf("fedpriv.privacy.accounting.law:Accountant", CLOSED_FORM),
-        help="pld is tight, rdp fast; closed-form is the DP-LoRA paper's figure.",
+        help="pld is tight, rdp fast; closed-form is Theorem 1 of DP-LoRA.",
     ),
 ]
 
@@ -58,7 +58,7 @@ UnitName = Annotated[
     ),
 ]
 
-RhoBar = Annotated[float, typer.Option(help="sqrt(sum rho_k^2) in (0, 1], for the paper's rho view.")]
+RhoBar = Annotated[float, typer.Option(help="sqrt(sum rho_k^2) in (0, 1], for the rho view.")]
 MODEL_HELP = "gpt2, bert-base, llama-7b, chatglm2-6b, a folder with a config.json, or a model on the Hub."
 
 PAPER_NOTES = (
@@ -296,11 +296,12 @@ def communication(
             bytes_per_value=bytes_per_value,
         )
         result = asdict(counted)
-    rows = counting.compare_paper() if compare_paper else []
     lines = entries({name: _readable(value) for name, value in result.items()})
-    paper_lines = _paper_table(rows) if rows else []
-    values = result | ({"paper_rows": [asdict(row) for row in rows]} if rows else {})
-    return Result(values, [*lines, *([""] if lines and paper_lines else []), *paper_lines])
+    if compare_paper:
+        rows = counting.compare_paper()
+        result |= {"paper_finding": counting.finding(rows), "paper_rows": [asdict(row) for row in rows]}
+        lines += [*([""] if lines else []), result["paper_finding"], "", *_paper_table(rows)]
+    return Result(result, lines)
 
 
 def _readable(value: Any) -> str:
@@ -317,10 +318,9 @@ def _paper_table(rows: Sequence[PaperRow]) -> list[str]:
     cells = [[*head, "> whole", "ratio"], *map(_paper_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(map(str.rjust, line, widths)).rstrip() for line in cells]
-    given = [row.given_by_formula for row in rows if row.given_by_formula is not None]
     targets = {row.model: ", ".join(row.targets) for row in rows if row.targets}
     assumed = [f"  {model:<{max(map(len, targets))}}  {names}" for model, names in targets.items()]
-    return [*table, "", f"{sum(given)} of {len(given)} figures are given by the formula.", *PAPER_NOTES, *assumed]
+    return [*table, "", *PAPER_NOTES, *assumed]
 
 
 def _paper_cells(row: PaperRow) -> list[str]:

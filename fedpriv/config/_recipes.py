@@ -157,7 +157,8 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     program's own model.
     Columns of prompts or chat messages imply a causal model, and the recipe `instruction`; one of persons implies that
     these are the unit. With `answers` that recipe is another, and prompts end by asking for one of them.
-    `train = auto` is about R between frozen factors of every layer, unless another rule is named.
+    `train = auto` is about R between frozen factors of every layer, unless another rule is named. There, and with
+    `dp-lora-paper`, alpha follows the rank.
     A noise multiplier, a noise schedule or a `target_risk` without a `target_epsilon` leaves out the recipe's target;
     secure aggregation has the noise and the view that it is for, and needs every client's upload. A rule that is no
     weighted sum has no optimizer at the server. The value `by recipe` is that of a key that is left out.
@@ -178,10 +179,12 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
             presets["prompt_template"] = _asking_for(values["answers"])
     if recipe == "instruction" and "batch_size" in values:
         presets["sampling_probability"] = ""
+    scale = 1.0 if recipe == "dp-lora-paper" else 0.0
     if recipe == "fedpriv" and values.get("train") == "auto" and values.get("aggregation") in (None, "fed-sb"):
         presets |= WITH_AUTO
-        if isinstance(rank := values.get("rank"), int):  # any other is refused by name
-            presets["alpha"] = _SCALE_WITH_AUTO * rank
+        scale = _SCALE_WITH_AUTO
+    if scale and isinstance(rank := values.get("rank"), int):  # any other is refused by name
+        presets["alpha"] = scale * rank
     if "noise_multiplier" in values or values.get("target_risk") or values.get("noise_schedule"):
         presets["target_epsilon"] = ""
     if values.get("noise_schedule"):

@@ -107,7 +107,7 @@ def _variants(found: Sequence[Line]) -> Iterator[Sequence[str]]:
 def _changes(found: Sequence[Line]) -> Iterator[Sequence[str]]:
     """Algorithm 1, and what each of the next settings has that the one before has not."""
     settings: dict[str, list[Line]] = {}
-    for line in found:
+    for line in sorted(found, key=lambda line: -line["cell"]["rank"]):  # Algorithm 1 first
         settings.setdefault(str({**line["cell"], "seed": 0}), []).append(line)
     before: Mapping[str, Any] = {}
     for own in settings.values():

@@ -171,10 +171,11 @@ def test_the_recipe_of_the_dp_lora_paper_is_its_algorithm_1_with_table_2():
     assert (config.batch_size, config.noise_multiplier, config.learning_rate, config.clip_norm) == (8, 2, 5e-4, 10)
     assert (config.num_clients, config.rounds, config.client_weights, config.rank) == (5, 50, "uniform", 512)
     assert (config.local_steps, config.optimizer, config.clipping) == (1, "sgd", "batch")
-    assert config.alpha / config.rank == 1, "W + A B, and nothing in front of it"
+    assert config.alpha == config.rank, "W + A B, and nothing in front of it"
+    assert parse({"recipe": "dp-lora-paper", "rank": 64}).alpha == 64
     assert config.sampling_probability is config.target_epsilon is None, "B is a number, and so is sigma"
     assert (config.aggregation, config.server_optimizer, config.train) == ("dp-lora", "sgd", "all")
-    assert parse({"recipe": "dp-lora-paper", "target_epsilon": 2, "rank": 64}).target_epsilon == 2
+    assert parse({"recipe": "dp-lora-paper", "target_epsilon": 2}).target_epsilon == 2
 
 
 @pytest.mark.parametrize("answers", [["no", "yes"], "no,yes", '["no", "yes"]'])
