@@ -16,9 +16,6 @@ from fedpriv.errors import InputError
 VERSION = "0.2.0"
 """The version of fedpriv, which files and messages name."""
 
-AT_THEOREM_1 = "at the noise of DP-LoRA's Theorem 1"
-"""What the epsilon of the view `rho` is; the theorem's own formula, which is no bound, gives another figure."""
-
 
 def printable(text: object) -> str:
     """The text without control characters: names and reasons come from others, and must not control the terminal."""

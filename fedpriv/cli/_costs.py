@@ -91,10 +91,8 @@ def account(
     """
     from fedpriv.privacy.accounting.events import SubsampledGaussian
 
-    _check_rho_bar(rho_bar)
-    local = noise_multiplier / _sensitivity_factor(clipping, num_tensors, head)
     event = SubsampledGaussian(
-        noise_multiplier=rho_bar * local,
+        noise_multiplier=noise_multiplier * _noise_scale(rho_bar, clipping, num_tensors, head),
         sampling_probability=sampling_probability,
         count=steps,
         unit=cast("Unit", unit),
@@ -142,8 +140,7 @@ def calibrate(
 
     if accountant == CLOSED_FORM:
         raise InputError("accountant = closed-form: it can under-report, so it may not calibrate; use pld or rdp")
-    _check_rho_bar(rho_bar)
-    scale = rho_bar / _sensitivity_factor(clipping, num_tensors, head)
+    scale = _noise_scale(rho_bar, clipping, num_tensors, head)
     if [epsilon, target_mu, target_risk].count(None) != 2:
         raise InputError("calibrate: give one of --epsilon, --target-mu and --target-risk")
 
@@ -248,17 +245,14 @@ def _with_risk(values: dict[str, Any], event: Any, delta: float) -> Result:
     return Result(found, [*entries(found), *risk_in_words(found, delta)])
 
 
-def _check_rho_bar(rho_bar: float) -> None:
-    if not 0 < rho_bar <= 1:
-        raise InputError(f"rho_bar = {rho_bar}: must lie in (0, 1]")
-
-
-def _sensitivity_factor(clipping: str, num_tensors: int, head: bool) -> float:
-    """The L2 sensitivity that a clipping rule gives, in units of the clip norm."""
+def _noise_scale(rho_bar: float, clipping: str, num_tensors: int, head: bool) -> float:
+    """The effective noise multiplier over z: rho_bar over the sensitivity of the clipping rule, in units of C."""
     from fedpriv.privacy.accounting.sensitivity import clipping_rule, num_parts, sensitivity_factor
 
+    if not 0 < rho_bar <= 1:
+        raise InputError(f"rho_bar = {rho_bar}: must lie in (0, 1]")
     rule = clipping_rule(clipping)
-    return sensitivity_factor(rule, num_parts(rule, num_tensors=num_tensors, head=head))
+    return rho_bar / sensitivity_factor(rule, num_parts(rule, num_tensors=num_tensors, head=head))
 
 
 def communication(

@@ -25,81 +25,43 @@ RECIPES: Mapping[Recipe, str] = {
 BY_RECIPE = "by recipe"
 """The value that leaves a key to the recipe, where each key must have one, as in Flower's project file."""
 
-_PAPERS_CLIPPING = (
-    "clipping = batch, as in the DP-LoRA paper: noise of z C on every value is not divided by batch_size, and the "
-    "gradient that it hides has length C at most, so the model hardly learns; clipping = joint clips each sample and "
-    "divides by batch_size"
-)
-
 # The default of `num_clients`.
 _NUM_CLIENTS = 5
 
 # The defaults of `RunConfig` are the recipe `fedpriv`; these are what the others have in their place. Its batches are
 # full: with q = 0.1, noise per unit of signal is 12, 26 and 95 % higher at epsilon 1, 2 and 8 (39 steps, delta 1e-5).
+_ONE_PHASE: Mapping[str, Any] = {"normalize_features": False, "head_start": False, "lora_rounds": ""}
+
 _PER_SAMPLE: Mapping[str, Any] = {
-    "rank": 8,
-    "alpha": 16.0,
-    "layers": "last-2",
-    "rounds": 10,
-    "local_steps": 3,
-    "sampling_probability": "",
-    "learning_rate": 0.5,
-    "clip_norm": 1.0,
-    "noise_multiplier": 1.88,
-    "target_epsilon": "",
-    "normalize_features": False,
-    "head_start": False,
-    "lora_rounds": "",
-    "client_weights": "records",
-    "server_optimizer": "sgd",
+    **_ONE_PHASE,
+    **{"rank": 8, "alpha": 16.0, "layers": "last-2", "rounds": 10, "local_steps": 3, "sampling_probability": ""},
+    **{"learning_rate": 0.5, "clip_norm": 1.0, "noise_multiplier": 1.88, "target_epsilon": ""},
+    **{"client_weights": "records", "server_optimizer": "sgd"},
 }
 
-# Table 2 of Liu et al. 2023, and T, rho_k, rank and rule of its sections 5.2, 5.3 and 4.2; K is the default. It names
-# no alpha, modules or layers: its product A B is not scaled, and its adapters are in all layers.
+# Table 2 of Liu et al. 2023, and T, rho_k, even parts, rank and rule of its sections 5.2, 5.3 and 4.2; K is the default.
+# It names no alpha, modules or layers: its product A B is not scaled, and its adapters are in all layers.
 _DP_LORA_PAPER: Mapping[str, Any] = {
     **_PER_SAMPLE,
-    "rank": 512,
-    "alpha": 512.0,
-    "layers": "all",
-    "rounds": 50,
-    "local_steps": 1,
-    "batch_size": 8,
-    "learning_rate": 5e-4,
-    "clipping": "batch",
-    "clip_norm": 10.0,
-    "noise_multiplier": 2.0,
-    "client_weights": "uniform",
+    **{"rank": 512, "alpha": 512.0, "layers": "all", "rounds": 50, "local_steps": 1, "batch_size": 8},
+    **{"learning_rate": 5e-4, "clipping": "batch", "clip_norm": 10.0, "noise_multiplier": 2.0},
+    **{"client_weights": "uniform", "partition": "iid"},
 }
 
 # No value depends on the size of a model's gradients, which could not be looked up without a release: in SmolLM2-135M
 # their norms differ by a factor of five between choices of layers.
 _INSTRUCTION: Mapping[str, Any] = {
-    "layers": "last-2",
-    "max_length": 256,
-    "aggregation": "ffa-lora",
-    "factors": "inputs",
-    "rounds": 12,
-    "sampling_probability": 0.2,
-    "learning_rate": 1000.0,
-    "clip_norm": 0.01,
-    "server_optimizer": "adam",
-    "server_learning_rate": 0.05,
-    "normalize_features": False,
-    "head_start": False,
-    "lora_rounds": "",
+    **_ONE_PHASE,
+    **{"layers": "last-2", "max_length": 256, "aggregation": "ffa-lora", "factors": "inputs"},
+    **{"rounds": 12, "sampling_probability": 0.2, "learning_rate": 1000.0, "clip_norm": 0.01},
+    **{"server_optimizer": "adam", "server_learning_rate": 0.05},
 }
 
 # R between the factors for the answers is the weight matrix of a head, and is trained as one.
 _WITH_ANSWERS: Mapping[str, Any] = {
-    "layers": "last-1",
-    "aggregation": "fed-sb",
-    "factors": "answers",
-    "rounds": 30,
-    "sampling_probability": 0.5,
-    "learning_rate": "auto",
-    "clip_norm": 0.8,
-    "server_optimizer": "momentum",
-    "server_learning_rate": 1.0,
+    **{"layers": "last-1", "aggregation": "fed-sb", "factors": "answers"},
+    **{"rounds": 30, "sampling_probability": 0.5, "learning_rate": "auto", "clip_norm": 0.8},
+    **{"server_optimizer": "momentum", "server_learning_rate": 1.0},
 }
 
 _PRESETS: Mapping[Recipe, Mapping[str, Any]] = {
@@ -220,7 +182,11 @@ def why_recipe(values: Mapping[str, Any]) -> str:
         given = "a model of your own" if key == "model" else f"{key} = {values[key]}"
         lines.append(f"recipe = {recipe}, which {given} implies: most defaults differ from those of recipe = fedpriv")
     if with_recipe(values).get("clipping") == "batch":
-        lines.append(_PAPERS_CLIPPING)
+        lines.append(
+            "clipping = batch, as in the DP-LoRA paper: noise of z C on every value is not divided by batch_size, and "
+            "the gradient that it hides has length C at most, so the model hardly learns; clipping = joint clips each "
+            "sample and divides by batch_size"
+        )
     return "\n".join(lines)
 
 

@@ -170,6 +170,7 @@ def test_the_recipe_of_the_dp_lora_paper_is_its_algorithm_1_with_table_2():
     config = parse({"recipe": "dp-lora-paper"})
     assert (config.batch_size, config.noise_multiplier, config.learning_rate, config.clip_norm) == (8, 2, 5e-4, 10)
     assert (config.num_clients, config.rounds, config.client_weights, config.rank) == (5, 50, "uniform", 512)
+    assert config.partition == "iid", "evenly among all K nodes"
     assert (config.local_steps, config.optimizer, config.clipping) == (1, "sgd", "batch")
     assert config.alpha == config.rank, "W + A B, and nothing in front of it"
     assert parse({"recipe": "dp-lora-paper", "rank": 64}).alpha == 64
@@ -219,7 +220,7 @@ def test_pyproject_lists_every_key_with_its_default_for_flower():
     other = parse(listed | {"recipe": "per-sample"})
     assert other == parse({"recipe": "per-sample", "engine": "flower"})
     # What only other keys leave open: a task, a unit, a batch size, what secure sums need, and other recipes'.
-    not_in_it = ("task", "unit", "batch_size", "min_clients", "mechanism", "privacy_view", "clipping")
+    not_in_it = ("task", "unit", "batch_size", "min_clients", "mechanism", "privacy_view", "clipping", "partition")
     not_in_it += ("max_length", "aggregation", "server_learning_rate", "factors", "prompt_template")
     assert [key for key in KEYS if getattr(other, key) != getattr(parse(listed), key)] == [
         key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_it

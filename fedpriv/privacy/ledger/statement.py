@@ -26,15 +26,7 @@ from fedpriv.privacy.accounting.risk import Risk, risk_of
 from fedpriv.privacy.accounting.views import PlannedView, least_readers, readers_label
 from fedpriv.privacy.ledger import reader
 from fedpriv.privacy.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
-from fedpriv.texts import (
-    AT_THEOREM_1,
-    counted,
-    holder_label,
-    printable,
-    risk_in_figures,
-    risk_in_words,
-    what_is_counted,
-)
+from fedpriv.texts import counted, holder_label, printable, risk_in_figures, risk_in_words, what_is_counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -394,7 +386,7 @@ def _epsilons(page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"epsilon {_rounded_up(page['epsilon_local'])} {delta}: against the server, which sees each upload",
     )
     if page["epsilon_rho"] is not None:
-        yield "Rho view", f"epsilon {_rounded_up(page['epsilon_rho'])} {delta}: {AT_THEOREM_1}, never below it"
+        yield "Rho view", f"epsilon {_rounded_up(page['epsilon_rho'])} {delta}: {_TEXTS['rho_view']}"
     if page["view"] == "aggregate":
         against = f"against {readers_label(page['num_readers'])}, where the server saw sums alone"
         yield "Aggregate view", f"epsilon {_rounded_up(page['epsilon_aggregate'])} {delta}: {against}"

@@ -42,7 +42,7 @@ from fedpriv.runs.figures import (
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show import _tables as tables
 from fedpriv.runs.show._tables import Stored, TextTable, accuracies_to_beat
-from fedpriv.texts import AT_THEOREM_1, holder_label
+from fedpriv.texts import holder_label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +296,7 @@ def _epsilon_panels(run: RunFolder, views: Sequence[str]) -> list[Panel]:
     """The upper bounds that were kept round by round, with the final figure where it is less."""
     delta = f"at its δ (at most {format_delta(run.summary['delta_max'])})"
     panels = []
-    against = {"local": "against the server", "rho": AT_THEOREM_1}
+    against = {"local": "against the server", "rho": "at the noise of DP-LoRA's Theorem 1"}
     if _epsilon_aggregate(run.summary):
         against["aggregate"] = f"against {readers_label(run.summary.get('num_readers', 0))}, who learn sums alone"
     for view in (cast("View", view) for view in views if view in against):

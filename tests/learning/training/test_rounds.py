@@ -214,9 +214,9 @@ def updates(model, make_records, config, spec):
         {"sampling_probability": 0.25},
         {"sampling_probability": 1.0, "client_weights": "root-records"},
         {"batch_size": 8},
-        {"batch_size": 8, "clipping": "batch", "client_weights": "uniform"},
+        {"batch_size": 8, "clipping": "batch"},
         {"sampling_probability": 0.5, "noise_on": "upload", "local_steps": 3, "optimizer": "adamw"},
-        {"sampling_probability": 0.5, "clipping": "split", "normalize_features": True},
+        {"sampling_probability": 0.5, "clipping": "split", "normalize_features": True, "client_weights": "uniform"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
