@@ -39,7 +39,7 @@ _PER_SAMPLE: Mapping[str, Any] = {
     **{"client_weights": "records", "server_optimizer": "sgd"},
 }
 
-# Table 2 of Liu et al. 2023, and T, rho_k, even parts, rank and rule of its sections 5.2, 5.3 and 4.2; K is the default.
+# Table 2 of Liu et al. 2023; T, rho_k, even parts, rank and rule of its sections 5.2, 5.3 and 4.2. K is the default.
 # It names no alpha, modules or layers: its product A B is not scaled, and its adapters are in all layers.
 _DP_LORA_PAPER: Mapping[str, Any] = {
     **_PER_SAMPLE,

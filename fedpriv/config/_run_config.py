@@ -157,7 +157,7 @@ class RunConfig(
 
     @property
     def weighting(self) -> Literal["uniform", "records", "root-records"]:
-        """What the clients' weights are in proportion to."""
+        """The quantity that the clients' weights are in proportion to: none, N_k or N_k^1.5."""
         if self.client_weights != "auto":
             return self.client_weights
         return "records" if self.secure_aggregation else "root-records"

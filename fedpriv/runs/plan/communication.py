@@ -294,7 +294,7 @@ def compare_paper() -> list[PaperRow]:
 
 
 def finding(rows: Sequence[PaperRow]) -> str:
-    """What the comparison finds, in a sentence."""
+    """A sentence on how many of the rows follow from the paper's formula, and how many exceed the whole matrices."""
     given = [row.given_by_formula for row in rows if row.rank]
     whole = sum(bool(row.exceeds_adapted_matrices) for row in rows)
     return (
