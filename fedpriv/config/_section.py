@@ -175,6 +175,6 @@ Budgets = Annotated[
     BeforeValidator(one_for_all, json_schema_input_type=tuple[Positive, ...] | Positive | _List),
 ]
 _Rule = Literal["joint", "split", "per-tensor", "batch"]
-_RuleInput = _Rule | Literal["flat", "per-layer"]
+_RuleInput = Literal["joint", "split", "per-tensor", "batch", "flat", "per-layer"]
 Clipping = Annotated[_Rule, BeforeValidator(_rule_by_any_name, json_schema_input_type=_RuleInput)]
 Maybe = BeforeValidator(_none_if_empty)
