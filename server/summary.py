@@ -22,7 +22,7 @@ from fedpriv.learning.aggregation import GlobalModel
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import trained_names
 from fedpriv.learning.training.workbench import Workbench
-from fedpriv.privacy.accounting.accountants import PrivacySpent, epsilon_of
+from fedpriv.privacy.accounting.accountants import PrivacySpent, closed_form, epsilon_of
 from fedpriv.privacy.accounting.risk import Risk
 from fedpriv.privacy.accounting.views import VIEWS
 from fedpriv.privacy.ledger.accounts import Part
@@ -115,6 +115,7 @@ def summarize(
             f"epsilon_{name}_max": cost.epsilon if (cost := accounts.largest(config.privacy_view, part=part)) else None
             for name, part in parts.items()
         },
+        "theorem_1": _theorem_1(config, outcome, costs["epsilon_rho"]),
         "rounds_charged_again": outcome.rounds_charged_again,
         "delta_max": max(accounts.deltas.values()),
         "num_readers": accounts.num_readers,
@@ -222,6 +223,24 @@ def _labels_of(bench: Workbench, config: RunConfig, labels: Sequence[str]) -> Ca
         return lambda client: {}
     numbers = [Counter(map(str, records.labels)) for records in clients]
     return lambda client: {"num_by_label": [numbers[client][label] for label in labels]}
+
+
+def _theorem_1(config: RunConfig, outcome: SeriesOutcome, costs: Mapping[int, PrivacySpent | None]) -> Any:
+    """The closed form of the DP-LoRA paper for the client with the largest epsilon on `rho`, and whether it applies.
+
+    At unit sensitivity, as the paper counts: with sigma = `noise_multiplier`, whatever the clipping rule. It is no
+    guarantee. None where the theorem has nothing to say: without noise, or unless all releases have one q and sigma.
+    """
+    charged = {client: cost.epsilon for client, cost in costs.items() if cost}
+    if not charged or config.noise_multiplier == 0 or config.noise_on == "upload":
+        return None
+    accounts, client = outcome.strategy.books.accounts, max(charged, key=lambda each: charged[each])
+    (local, *_), seen = accounts.history(client, "local"), accounts.history(client, "rho")
+    try:
+        events = [event.with_noise(config.noise_multiplier / local.effective_noise_multiplier) for event in seen]
+        return asdict(closed_form(events, accounts.deltas[client]))
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def _largest_epsilon(outcome: SeriesOutcome, *, proven: bool = False) -> float:

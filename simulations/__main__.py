@@ -159,7 +159,7 @@ def run(
 
         fedpriv run -c rounds=5 -c noise_multiplier=3.0
 
-        fedpriv run --recipe dp-lora-paper
+        fedpriv run --recipe per-sample
 
         fedpriv run simulations/configs/medquad.toml --out /tmp/medquad
 

@@ -33,7 +33,7 @@ AccountantName = Annotated[
     str,
     typer.Option(
         click_type=OneOf("fedpriv.privacy.accounting.law:Accountant", CLOSED_FORM),
-        help="pld is tight, rdp fast; closed-form is the DP-LoRA paper's figure.",
+        help="pld is tight, rdp fast; closed-form is Theorem 1 of DP-LoRA.",
     ),
 ]
 
@@ -58,7 +58,7 @@ UnitName = Annotated[
     ),
 ]
 
-RhoBar = Annotated[float, typer.Option(help="sqrt(sum rho_k^2) in (0, 1], for the paper's rho view.")]
+RhoBar = Annotated[float, typer.Option(help="sqrt(sum rho_k^2) in (0, 1], for the rho view.")]
 MODEL_HELP = "gpt2, bert-base, llama-7b, chatglm2-6b, a folder with a config.json, or a model on the Hub."
 
 PAPER_NOTES = (
@@ -91,10 +91,8 @@ def account(
     """
     from fedpriv.privacy.accounting.events import SubsampledGaussian
 
-    _check_rho_bar(rho_bar)
-    local = noise_multiplier / _sensitivity_factor(clipping, num_tensors, head)
     event = SubsampledGaussian(
-        noise_multiplier=rho_bar * local,
+        noise_multiplier=noise_multiplier * _noise_scale(rho_bar, clipping, num_tensors, head),
         sampling_probability=sampling_probability,
         count=steps,
         unit=cast("Unit", unit),
@@ -142,8 +140,7 @@ def calibrate(
 
     if accountant == CLOSED_FORM:
         raise InputError("accountant = closed-form: it can under-report, so it may not calibrate; use pld or rdp")
-    _check_rho_bar(rho_bar)
-    scale = rho_bar / _sensitivity_factor(clipping, num_tensors, head)
+    scale = _noise_scale(rho_bar, clipping, num_tensors, head)
     if [epsilon, target_mu, target_risk].count(None) != 2:
         raise InputError("calibrate: give one of --epsilon, --target-mu and --target-risk")
 
@@ -248,17 +245,14 @@ def _with_risk(values: dict[str, Any], event: Any, delta: float) -> Result:
     return Result(found, [*entries(found), *risk_in_words(found, delta)])
 
 
-def _check_rho_bar(rho_bar: float) -> None:
-    if not 0 < rho_bar <= 1:
-        raise InputError(f"rho_bar = {rho_bar}: must lie in (0, 1]")
-
-
-def _sensitivity_factor(clipping: str, num_tensors: int, head: bool) -> float:
-    """The L2 sensitivity that a clipping rule gives, in units of the clip norm."""
+def _noise_scale(rho_bar: float, clipping: str, num_tensors: int, head: bool) -> float:
+    """The effective noise multiplier over z: rho_bar over the sensitivity of the clipping rule, in units of C."""
     from fedpriv.privacy.accounting.sensitivity import clipping_rule, num_parts, sensitivity_factor
 
+    if not 0 < rho_bar <= 1:
+        raise InputError(f"rho_bar = {rho_bar}: must lie in (0, 1]")
     rule = clipping_rule(clipping)
-    return sensitivity_factor(rule, num_parts(rule, num_tensors=num_tensors, head=head))
+    return rho_bar / sensitivity_factor(rule, num_parts(rule, num_tensors=num_tensors, head=head))
 
 
 def communication(
@@ -296,11 +290,12 @@ def communication(
             bytes_per_value=bytes_per_value,
         )
         result = asdict(counted)
-    rows = counting.compare_paper() if compare_paper else []
     lines = entries({name: _readable(value) for name, value in result.items()})
-    paper_lines = _paper_table(rows) if rows else []
-    values = result | ({"paper_rows": [asdict(row) for row in rows]} if rows else {})
-    return Result(values, [*lines, *([""] if lines and paper_lines else []), *paper_lines])
+    if compare_paper:
+        rows = counting.compare_paper()
+        result |= {"paper_finding": counting.finding(rows), "paper_rows": [asdict(row) for row in rows]}
+        lines += [*([""] if lines else []), result["paper_finding"], "", *_paper_table(rows)]
+    return Result(result, lines)
 
 
 def _readable(value: Any) -> str:
@@ -317,10 +312,9 @@ def _paper_table(rows: Sequence[PaperRow]) -> list[str]:
     cells = [[*head, "> whole", "ratio"], *map(_paper_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(map(str.rjust, line, widths)).rstrip() for line in cells]
-    given = [row.given_by_formula for row in rows if row.given_by_formula is not None]
     targets = {row.model: ", ".join(row.targets) for row in rows if row.targets}
     assumed = [f"  {model:<{max(map(len, targets))}}  {names}" for model, names in targets.items()]
-    return [*table, "", f"{sum(given)} of {len(given)} figures are given by the formula.", *PAPER_NOTES, *assumed]
+    return [*table, "", *PAPER_NOTES, *assumed]
 
 
 def _paper_cells(row: PaperRow) -> list[str]:

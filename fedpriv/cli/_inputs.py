@@ -245,23 +245,23 @@ def check_config(
     """
     from fedpriv.runs.plan.preflight import objections_to_run
 
-    kind, configs, problems = _checked(file)
+    kind, configs, problems, notes = _checked(file)
     problems += (objection for config in configs for objection in objections_to_run(config))
     if files and configs:
         from fedpriv.runs.plan import preflight  # deferred: it may load tables
 
         problems += preflight.problems(configs, begins=not problems)
     problems = list(dict.fromkeys(problems))
-    values = {"file": str(file), "kind": kind, "num_runs": len(configs), "problems": problems}
+    values = {"file": str(file), "kind": kind, "num_runs": len(configs), "problems": problems, "notes": notes}
     runs = f"a sweep of {len(configs)} runs" if kind == "sweep" else "a run"
-    return Result(values, problems or [f"{file}: {runs}, nothing wrong"], code=2 if problems else 0)
+    return Result(values, problems or [*notes, f"{file}: {runs}, nothing wrong"], code=2 if problems else 0)
 
 
-def _checked(file: Path) -> tuple[str, list[RunConfig], list[str]]:
-    """Whether it is a run or a sweep, the configurations without problems, and what is wrong with the others."""
+def _checked(file: Path) -> tuple[str, list[RunConfig], list[str], list[str]]:
+    """Whether it is a run or a sweep, the configurations without problems, what is wrong with the others, and notes."""
     from fedpriv import config as configuration
 
-    kind, configs, problems = "run", [], []
+    kind, configs, problems, notes = "run", [], [], []
     try:
         values = configuration.read(file)
         listed = [values]
@@ -274,9 +274,10 @@ def _checked(file: Path) -> tuple[str, list[RunConfig], list[str]]:
             config, found = configuration.checked(each)
             configs += [config] if config else []
             problems += found
+            notes += configuration.why_recipe(each).splitlines()
     except InputError as error:
         problems.append(str(error))
-    return kind, list(dict.fromkeys(configs)), list(dict.fromkeys(problems))
+    return kind, list(dict.fromkeys(configs)), list(dict.fromkeys(problems)), list(dict.fromkeys(notes))
 
 
 @command(config_app)

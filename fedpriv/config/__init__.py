@@ -3,7 +3,7 @@
 >>> from fedpriv.config import parse
 >>> config = parse({"rounds": 5, "batch_size": 32})
 >>> print(config.recipe, config.rounds, config.noise_source)
-dp-lora-paper 5 secure
+per-sample 5 secure
 """
 
 from typing import TYPE_CHECKING

@@ -147,9 +147,9 @@ class FederationSection(ConfigSection, title="Federation"):
     own](aggregation.md#a-rule-of-your-own)"""
     client_ranks: Annotated[Sizes, Fact.RELOADS | Fact.TEXTS] = ()
     """with `flora`: a rank for each client, such as `[4, 8, 16]`; empty: `rank`"""
-    client_weights: Literal["auto", "records", "root-records"] = "auto"
-    """rho_k, an upload's weight, in proportion to N_k (`records`) or N_k^1.5 (`root-records`). `auto`: `root-records`,
-    but `records` with `secure_aggregation`"""
+    client_weights: Literal["auto", "uniform", "records", "root-records"] = "auto"
+    """rho_k, an upload's weight: equal (`uniform`), or in proportion to N_k (`records`) or N_k^1.5 (`root-records`).
+    `auto`: `root-records`, but `records` with `secure_aggregation`"""
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"] = "momentum"
     """the server's [step](aggregation.md#server-optimizers) from the sum of uploads, at no cost in privacy"""
     server_learning_rate: Positive = 1.0

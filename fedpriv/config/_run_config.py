@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
@@ -94,7 +94,7 @@ class RunConfig(
             privacy_view="local",
             secure_aggregation=False,
             secure_masks=None,
-            client_weights="records" if self.weighs_records else self.client_weights,
+            client_weights="records" if self.weighting == "records" else self.client_weights,
             comparison=False,
             baselines=False,
             variant_rounds=(),
@@ -157,9 +157,11 @@ class RunConfig(
         return self.instructs and self.has_test_set and self.generated_answers > 0
 
     @property
-    def weighs_records(self) -> bool:
-        """Whether the clients' weights are rho_k = N_k / N, rather than in proportion to N_k^1.5."""
-        return self.client_weights == "records" or (self.client_weights == "auto" and self.secure_aggregation)
+    def weighting(self) -> Literal["uniform", "records", "root-records"]:
+        """The quantity that the clients' weights are in proportion to: none, N_k or N_k^1.5."""
+        if self.client_weights != "auto":
+            return self.client_weights
+        return "records" if self.secure_aggregation else "root-records"
 
     @property
     def masks(self) -> bool:
@@ -258,7 +260,7 @@ class RunConfig(
             raise ValueError(
                 f"engine = {self.engine}: a model of your own is in one process alone; use {' or '.join(engines)}"
             )
-        if self.recipe != "dp-lora-paper":
+        if self.recipe != "per-sample":
             raise ValueError(f"recipe = {self.recipe}: is for language models; leave it out with a model of your own")
         if self.learning_rate == "auto":
             raise ValueError("learning_rate = auto: is derived for language models alone; give a number")
@@ -506,7 +508,7 @@ class RunConfig(
 
     def _check_recipe(self) -> None:
         """Refuse parts of the recipe `fedpriv` without the other parts that they need."""
-        remedy = "or use recipe = dp-lora-paper"
+        remedy = "or use recipe = per-sample"
         one_clipped_sum = ("task", "noise_on", "optimizer", "clipping", "mechanism")
         parts = {
             "head_start = true": (self.head_start, one_clipped_sum),

@@ -103,12 +103,7 @@ def _of_sweep(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "batch_size": {key: batch_size[key] for key in about} | {"anyOf": [number, {"const": "auto"}]},
         "title": {"type": "string", "description": "of the plots"},
-        "grid": {
-            "type": "object",
-            "description": "every combination of these values is a run",
-            "properties": lists,
-            "additionalProperties": False,
-        },
+        "grid": run | {"description": "every combination of these values is a run", "properties": lists},
         "runs": {
             "type": "array",
             "description": "each of these is combined with the grid",

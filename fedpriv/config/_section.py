@@ -168,20 +168,13 @@ Names = Annotated[tuple[str, ...], BeforeValidator(split, json_schema_input_type
 Sizes = Annotated[tuple[_Size, ...], BeforeValidator(split, json_schema_input_type=tuple[_Size, ...] | _List)]
 # z of a round, or z and q.
 _Round = Positive | Annotated[tuple[Positive, ...], Field(min_length=2, max_length=2)]
-Schedule = Annotated[
-    tuple[_Round, ...],
-    BeforeValidator(split, json_schema_input_type=tuple[_Round, ...] | str),
-]
+Schedule = Annotated[tuple[_Round, ...], BeforeValidator(split, json_schema_input_type=tuple[_Round, ...] | str)]
 Budgets = Annotated[
     tuple[Positive, ...],
     BeforeValidator(split),
     BeforeValidator(one_for_all, json_schema_input_type=tuple[Positive, ...] | Positive | _List),
 ]
-Clipping = Annotated[
-    Literal["joint", "split", "per-tensor", "batch"],
-    BeforeValidator(
-        _rule_by_any_name,
-        json_schema_input_type=Literal["joint", "split", "per-tensor", "batch", "flat", "per-layer"],
-    ),
-]
+_Rule = Literal["joint", "split", "per-tensor", "batch"]
+_RuleInput = Literal["joint", "split", "per-tensor", "batch", "flat", "per-layer"]
+Clipping = Annotated[_Rule, BeforeValidator(_rule_by_any_name, json_schema_input_type=_RuleInput)]
 Maybe = BeforeValidator(_none_if_empty)

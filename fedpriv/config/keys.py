@@ -75,7 +75,7 @@ class _CommonKeys(TypedDict, total=False):
     node_keys: str | Path
     aggregation: str
     client_ranks: Sequence[int]
-    client_weights: Literal["auto", "records", "root-records"]
+    client_weights: Literal["auto", "uniform", "records", "root-records"]
     server_optimizer: Literal["sgd", "momentum", "adam", "yogi"]
     server_learning_rate: float
     server_rate_decay: Literal["none", "linear"]

@@ -110,7 +110,7 @@ def bought(summary: Mapping[str, Any]) -> tuple[float, str, str]:
     view, unit = summary["privacy_view"], summary["unit"]
     if view == "aggregate" and (summary["aggregate_objections"] or summary.get("epsilon_aggregate_max") is None):
         view = "local"
-    against = {"local": "the server, which sees every upload", "rho": "the server, by Theorem 1 of DP-LoRA"}
+    against = {"local": "the server, which sees every upload", "rho": "the server, at the noise of DP-LoRA's Theorem 1"}
     whom = against.get(view) or f"{readers_label(summary.get('num_readers', 0))}, who learn sums alone"
     return parse_epsilon(summary[f"epsilon_{view}_max"]), f"one {unit}", whom
 

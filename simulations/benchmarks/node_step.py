@@ -136,7 +136,7 @@ def main() -> None:
     for tokens in arguments.tokens:
         for setting in SETTINGS:
             config = RunConfig(
-                recipe="dp-lora-paper",
+                recipe="per-sample",
                 layers=setting.layers,
                 prefix_cache=setting.prefix_cache,
                 max_length=tokens,
@@ -151,7 +151,7 @@ def main() -> None:
                 report(f"filling the caches of {arguments.filled} records of {tokens} tokens, {setting.title}", filling)
     if arguments.language_model:
         config = RunConfig(
-            recipe="dp-lora-paper",
+            recipe="per-sample",
             model=BUNDLED_LANGUAGE_MODEL,
             task="CAUSAL_LM",
             max_length=256,

@@ -58,7 +58,7 @@ def values_of(folder: Path, num_clients: int, rounds: int) -> dict[str, Any]:
     return {
         "model": str(folder / "tiny-bert"),
         "data": str(folder / "records.csv"),
-        "recipe": "dp-lora-paper",
+        "recipe": "per-sample",
         "partition": "iid",
         "num_clients": num_clients,
         "test_fraction": NUM_TEST / (num_clients * each + NUM_TEST),

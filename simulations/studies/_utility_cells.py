@@ -73,7 +73,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     SECURE: {**_AUTO, "simulate": False},
     # What it trains where noise is larger.
     NARROW: {**_AUTO, "rank": 16, "alpha": 64, "rounds": 53},
-    "paper": {**_TESTED_AT_THE_END, "recipe": "dp-lora-paper"},
     CENTRAL: _HEAD,
     CURVE: {**_HEAD, "evaluate_every": 1},
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
@@ -164,7 +163,7 @@ def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     yield from _all(small, [BASELINES], (None,), seeds=seeds)
     for seed in seeds:
         yield from _all(small, list(RATES), private, seeds=(seed,))
-    yield from _all(embedded, [AUTO, "paper"], private, seeds=seeds)
+    yield from _all(embedded, [AUTO], private, seeds=seeds)
     yield from _all(NAMED[-1:], ["head"], private, ("local", "sum"), seeds=seeds)
     yield from _all(small, [CENTRAL], private, seeds=seeds)
     yield from _all(NAMED[-1:], [PROBES, CENTRAL], private, seeds=seeds)
@@ -183,9 +182,9 @@ def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     yield from _all(NAMED, ["head"], (1.0,), ("sum",), seeds=seeds)
     yield from _all(NAMED, [PROBES], (1.0,), seeds=seeds)
     yield from _all(NAMED, list(RATES), (1.0,), seeds=seeds)
-    yield from _all(NAMED[1:], [RECIPE, AUTO, "paper"], private, seeds=seeds)
+    yield from _all(NAMED[1:], [RECIPE, AUTO], private, seeds=seeds)
     yield from _all(NAMED, [RECIPE], private, ("sum",), seeds=seeds)
-    yield from _all(NAMED, [RECIPE, "paper"], rest, seeds=seeds)
+    yield from _all(NAMED, [RECIPE], rest, seeds=seeds)
     for corpus in BUDGET_CORPORA:
         yield from _all([corpus], ["head"], BUDGETS, seeds=seeds)
         yield from _all([corpus], ["head"], BUDGETS[:-1], ("sum",), seeds=seeds)
@@ -316,8 +315,9 @@ def configuration(cell: UtilityCell, written: Path, data: Path, out: Path) -> Ru
 def _privacy(cell: UtilityCell) -> dict[str, Any]:
     if cell.epsilon is not None:
         return {"target_epsilon": cell.epsilon}
-    start = {"start_noise_multiplier": 0.0, "lora_noise_multiplier": 0.0} if cell.method != "paper" else {}
-    return {"noise_multiplier": 0.0, "target_epsilon": "", **start}
+    return dict.fromkeys(("noise_multiplier", "start_noise_multiplier", "lora_noise_multiplier"), 0.0) | {
+        "target_epsilon": ""
+    }
 
 
 def probe_learning_rate(config: RunConfig) -> float:

@@ -11,16 +11,16 @@ clients, unevenly by label.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from simulations.studies.federations import run_sweep
-from simulations.studies.harness import Estimate, Line, fill, lines, parser, shown, table
+from simulations.studies.federations import SWEEPS, run_sweep
+from simulations.studies.harness import Estimate, Line, bare, errors, fill, lines, parser, shown, table
 
-DEFAULT, PAPER, WEIGHTS, RANKS, CODECS, MEDQUAD, SST2 = (
-    f"aggregation{part}" for part in ("", "-paper", "-weights", "-ranks", "-codecs", "-medquad", "-sst2")
-)
+NAMES = sorted(path.stem for path in SWEEPS.glob("aggregation*.toml"))
+DEFAULT, ALGORITHM, CODECS, GRIDS, MEDQUAD, PER_SAMPLE, RANKS, SST2, WEIGHTS = NAMES
 FILES = {
     MEDQUAD: {"data": "medquad.csv.gz"},
     SST2: {"data": "sst2_train.csv.gz", "test_data": "sst2_dev.csv.gz"},
@@ -30,8 +30,14 @@ FILES = {
 NOISES = (2, 8, None)
 """The epsilons of tables; None is without noise."""
 
+# (epsilon, delta): the paper's score of BERT on MedQuAD, in its Tables 17 and 15; None is without privacy.
+_BERT = {
+    (2, 1e-5): 53.2, (4, 1e-5): 63.6, (6, 1e-5): 68.8, (8, 1e-5): 60.3, (10, 1e-5): 68.9, (None, 1e-5): 69.1,
+    (2, 1e-2): 65.3, (2, 1e-3): 65.4, (2, 1e-4): 64.3, (2, 1e-6): 62.9,
+}  # fmt: skip
+
 PLOTS = {
-    PAPER: ("accuracy-against-epsilon.png", "aggregation-accuracy.png"),
+    PER_SAMPLE: ("accuracy-against-epsilon.png", "aggregation-accuracy.png"),
     WEIGHTS: ("bytes-against-accuracy.png", "aggregation-weights-bytes.png"),
 }
 """{sweep: a plot in its folder, and the plot's name on the page}."""
@@ -39,7 +45,7 @@ PLOTS = {
 
 def run(runs: Path, out: Path, data: Path, folder: Path) -> None:
     """Run every sweep that has runs without a line, and copy the plots of those into a folder."""
-    for name in (DEFAULT, PAPER, WEIGHTS, RANKS, CODECS, MEDQUAD, SST2):
+    for name in NAMES:
         files = FILES.get(name, {})
         if absent := [file for file in files.values() if not (data / file).is_file()]:
             print(f"{name}: skipped: data = {data}: holds no {absent[0]}", flush=True)
@@ -54,11 +60,13 @@ def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs."""
     found = lines(runs)
     epsilons, sizes = ("epsilon 2", "epsilon 8"), ("MB up", "MB down")
-    paper = (*_rows(found, PAPER, NOISES), *_rows(found, WEIGHTS, NOISES, ", full weights"))
+    rules = (*_rows(found, PER_SAMPLE, NOISES), *_rows(found, WEIGHTS, NOISES, ", full weights"))
     blocks = {
         "default": table(("rule", *epsilons, *sizes), _rows(found, DEFAULT, NOISES[:2])),
-        "paper": table(("rule", *epsilons, "no noise", *sizes), paper),
+        "per-sample": table(("rule", *epsilons, "no noise", *sizes), rules),
         "variants": table(("epsilon 8", "accuracy", "MB up"), _variants(found)),
+        "algorithm": table(("change", "local epsilon", "z", "accuracy", "untrained", "MB up"), _changes(found)),
+        "grids": _grids(found),
         "real": table(("rule", "MedQuAD", "MB down", "SST-2", "MB down"), _real(found)),
     }
     fill(page, blocks)
@@ -66,6 +74,12 @@ def write(page: Path, runs: Path) -> None:
 
 def _of(found: Sequence[Line], sweep: str) -> list[Line]:
     return [line for line in found if line["sweep"] == sweep]
+
+
+def _at(found: Sequence[Line], rule: str, noise: float | None, delta: float = 1e-5) -> list[Line]:
+    """The runs of a rule, each sample clipped, at this epsilon and delta."""
+    of_rule = [line for line in (*_of(found, PER_SAMPLE), *_of(found, GRIDS)) if line["cell"]["aggregation"] == rule]
+    return [line for line in of_rule if _noise(line["cell"]) == noise and line["delta_max"] == delta]
 
 
 def _noise(cell: Line) -> float | None:
@@ -95,16 +109,53 @@ def _variants(found: Sequence[Line]) -> Iterator[Sequence[str]]:
     """Ranks, and codecs of uploads, at epsilon 8."""
     for line in _of(found, RANKS):
         yield _row(f"`{line['cell']['aggregation']}`, rank {line['cell']['rank']}", [line])
-    own_of_paper = _by("aggregation", _of(found, PAPER)).get("dp-lora", [])
-    plain = [line for line in own_of_paper if _noise(line["cell"]) == 8]
+    plain = _at(found, "dp-lora", 8)
     for name, own in {**_by("upload_codec", _of(found, CODECS)), "float32": plain}.items():
         yield _row(f"`dp-lora`, rank 8, `{name}`", own)
 
 
-def _by(key: str, found: Sequence[Line]) -> dict[str, list[Line]]:
+def _changes(found: Sequence[Line]) -> Iterator[Sequence[str]]:
+    """Algorithm 1, and what each of the next settings has that the one before has not."""
+    before: Mapping[str, Any] = {}
+    settings = _by(None, sorted(_of(found, ALGORITHM), key=lambda line: -line["cell"]["rank"]))  # Algorithm 1 first
+    for own in settings.values():
+        cell = own[0]["cell"]
+        new = {key: value for key, value in cell.items() if key != "target_epsilon" and before.get(key, value) != value}
+        before = cell
+        name = ", ".join(f"`{key} = {value}`" for key, value in new.items()) or "Algorithm 1 with Table 2"
+        yield _step(name, own)
+    if settings and (plain := _at(found, "dp-lora", 2)):
+        yield _step("`recipe = per-sample`: 10 rounds of 3 steps, B = 64, weights by records", plain)
+
+
+def _step(name: str, own: Sequence[Line]) -> Sequence[str]:
+    epsilon, z = (max(line[figure] for line in own) for figure in ("epsilon_local_max", "noise_multiplier"))
+    initial = Estimate.of(line["accuracy_initial"] for line in own)
+    return name, f"{epsilon:.2f}", f"{z:.3g}", shown(_accuracy(own)), bare(initial), _megabytes(own, "bytes_up")
+
+
+def _grids(found: Sequence[Line]) -> str:
+    """Accuracy by epsilon and by delta, of the paper's rule and of the one that freezes A, under the paper's scores."""
+    known: list[Estimate | None] = []
+
+    def accuracy(*point: Any) -> str:
+        known.append(_accuracy(_at(found, *point)))
+        return bare(known[-1]) or "not run"
+
+    tables = []
+    for is_first, given in ((True, "epsilon, at delta 1e-05"), (False, "delta, at epsilon 2")):
+        points = [each for each in _BERT if (each[1] == 1e-5) == is_first]
+        named = [("not private" if e is None else f"{e}") if is_first else f"{delta:g}" for e, delta in points]
+        rows = [(f"`{rule}`", *(accuracy(rule, *each) for each in points)) for rule in ("dp-lora", "ffa-lora")]
+        tables.append(table((given, *named), [("paper: BERT", *(_BERT[each] for each in points)), *rows]))
+    return "\n\n".join((*tables, errors(known)))
+
+
+def _by(key: str | None, found: Sequence[Line]) -> dict[str, list[Line]]:
+    """The lines by a key of their cells; None stands for all but the seed."""
     groups: dict[str, list[Line]] = {}
     for line in found:
-        groups.setdefault(str(line["cell"][key]), []).append(line)
+        groups.setdefault(str(line["cell"][key] if key else {**line["cell"], "seed": 0}), []).append(line)
     return groups
 
 

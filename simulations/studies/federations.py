@@ -171,7 +171,7 @@ def run_sweep(name: str, runs: Path, out: Path, overrides: Mapping[str, Any] | N
     planned = plan.read(SWEEPS / f"{name}.toml", overrides)
     known = {line["key"] for line in lines(runs)}
     left = {f"{name}/{run_name(run.varied)}": run for run in planned.runs}
-    left = {key: run for key, run in left.items() if key not in known}
+    left = {key: run for key, run in left.items() if key not in known and run.is_chosen}
     if left:
         sweep(planned, out / name, max_parallel=1, console=Console())
     for key, run in left.items():

@@ -53,6 +53,8 @@ PRIVATE, PLAIN = "private", "AdamW in one place"
 REVIEWS, MESSAGES, ANSWERS, GRID = "film reviews", "hospital messages", "medical answers", "medical answers, 150 a site"
 
 # The paper's grids; without a rank it is the recipe's, which the grid of epsilon has.
+# By name: that of the recipe, and the paper's own, which trains and averages A and B.
+RULES = {"FFA-LoRA": None, "DP-LoRA": "dp-lora"}
 EPSILONS, DELTAS, RANKS = (2.0, 4.0, 6.0, 8.0, 10.0), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6), (1, None, 16)
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
@@ -82,6 +84,7 @@ class LanguageCell:
         method: a private federation, or LoRA on all records in one place.
         epsilon: of every client on the local view; None without noise.
         delta: of the same.
+        rule: by which uploads are combined; None leaves it to the recipe.
         rank: of LoRA; None leaves it to the recipe.
         seed: of the records, the noise and the order.
     """
@@ -90,6 +93,7 @@ class LanguageCell:
     method: str = PRIVATE
     epsilon: float | None = None
     delta: float = DELTA
+    rule: str | None = None
     rank: int | None = None
     seed: int = 0
 
@@ -98,7 +102,7 @@ class LanguageCell:
         """Unique among the cells."""
         epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
         parts = (self.task, self.method, epsilon, f"{self.delta:g}", str(self.rank or "by recipe"), str(self.seed))
-        return "/".join(parts)
+        return "/".join((*parts, self.rule) if self.rule else parts)
 
 
 def cells(seeds: Sequence[int] = SEEDS) -> Iterator[LanguageCell]:
@@ -115,12 +119,13 @@ def _in_order(seeds: Sequence[int]) -> Iterator[LanguageCell]:
                 yield LanguageCell(task=task, method=PLAIN, seed=seed)
         yield from (LanguageCell(task=ANSWERS, epsilon=epsilon, seed=seed) for epsilon in (8.0, None))
     yield LanguageCell(task=ANSWERS, method=PLAIN)
-    for seed in seeds:
-        yield from _grid(seed)
+    for rule in RULES.values():
+        for seed in seeds:
+            yield from _grid(seed, rule)
 
 
-def _grid(seed: int) -> Iterator[LanguageCell]:
-    grid = partial(LanguageCell, task=GRID, seed=seed)
+def _grid(seed: int, rule: str | None) -> Iterator[LanguageCell]:
+    grid = partial(LanguageCell, task=GRID, seed=seed, rule=rule)
     yield grid()
     yield from (grid(epsilon=epsilon) for epsilon in EPSILONS)
     yield from (grid(epsilon=2.0, delta=delta) for delta in DELTAS)
@@ -156,8 +161,7 @@ def configured(cell: LanguageCell, values: Mapping[str, Any], out: Path) -> RunC
         **{"seed": cell.seed, "simulate": True, "comparison": False, "baselines": False, "generated_answers": 0},
         **{"delta": cell.delta, "evaluate_every": 1000, "out": str(out)},
     }
-    if cell.rank is not None:
-        given["rank"] = cell.rank
+    given |= {key: value for key, value in (("aggregation", cell.rule), ("rank", cell.rank)) if value}
     none = {"noise_multiplier": 0.0, "target_epsilon": ""}
     return configuration.parse(given | ({"target_epsilon": cell.epsilon} if cell.epsilon else none))
 
@@ -248,25 +252,28 @@ _PAPER_BY_DELTA = {1e-2: (70.6, 65.3), 1e-3: (64.1, 65.4), 1e-4: (70.3, 64.3), 1
 
 
 def _grids(results: Results) -> str:
-    """Perplexity by epsilon and by delta, each a column, under the paper's scores; then by rank."""
+    """Perplexity by epsilon, by delta and by rank, each a column, the first two under the paper's scores."""
     cell, known = LanguageCell(task=GRID), list[Estimate | None]()
 
-    def here(cell: LanguageCell) -> str:
-        known.append(_estimate(results, cell, "perplexity"))
-        return bare(known[-1], usual=_USUAL)
+    def here(cells: Sequence[LanguageCell]) -> Iterator[Sequence[str]]:
+        for name, rule in RULES.items():
+            found = [_estimate(results, replace(cell, rule=rule), "perplexity") for cell in cells]
+            known.extend(found)
+            yield f"perplexity here, {name}", *(bare(each, usual=_USUAL) or "not run" for each in found)
 
-    by_epsilon = {_named_epsilon(each): here(replace(cell, epsilon=each)) for each in _PAPER_BY_EPSILON}
-    by_delta = {f"{each:g}": here(replace(cell, epsilon=2.0, delta=each)) for each in _PAPER_BY_DELTA}
+    by_epsilon = [replace(cell, epsilon=each) for each in _PAPER_BY_EPSILON]
+    by_delta = [replace(cell, epsilon=2.0, delta=each) for each in _PAPER_BY_DELTA]
+    by_rank = [replace(cell, epsilon=8.0, rank=each) for each in RANKS]
     tables = [
-        table((given, *found), [*_of_paper(scores), ("perplexity here", *found.values())])
-        for given, found, scores in (
-            ("epsilon, at delta 1e-05", by_epsilon, _PAPER_BY_EPSILON),
-            ("delta, at epsilon 2", by_delta, _PAPER_BY_DELTA),
+        table((given, *names), [*_of_paper(scores), *here(cells)])
+        for given, names, cells, scores in (
+            ("epsilon, at delta 1e-05", map(_named_epsilon, _PAPER_BY_EPSILON), by_epsilon, _PAPER_BY_EPSILON),
+            ("delta, at epsilon 2", (f"{each:g}" for each in _PAPER_BY_DELTA), by_delta, _PAPER_BY_DELTA),
+            ("rank, at epsilon 8", (f"{rank or 4}" for rank in RANKS), by_rank, {}),
         )
     ]
-    ranks = ", ".join(f"rank {rank} {here(replace(cell, epsilon=8.0, rank=rank))}" for rank in RANKS if rank)
     known.append(_estimate(results, cell, "perplexity_initial"))
-    told = f"At epsilon 8: {ranks}. Untrained: {bare(known[-1], usual=_USUAL)}. {errors(known)}"
+    told = f"Untrained: {bare(known[-1], usual=_USUAL)}. {errors(known)}"
     return "\n\n".join((*tables, told, _steps(results)))
 
 
@@ -275,7 +282,8 @@ def _named_epsilon(epsilon: float | None) -> str:
 
 
 def _of_paper(scores: Mapping[Any, tuple[float, float]]) -> Iterator[Sequence[object]]:
-    yield from zip(("paper: Llama-7B", "paper: ChatGLM-6B"), *scores.values(), strict=True)
+    if scores:
+        yield from zip(("paper: Llama-7B", "paper: ChatGLM-6B"), *scores.values(), strict=True)
 
 
 def _steps(results: Results) -> str:

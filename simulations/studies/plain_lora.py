@@ -118,7 +118,7 @@ def configured(values: Mapping[str, Any], *, weights: bool) -> RunConfig:
     # What the run's own recipe puts around a prompt stays, whatever is trained.
     plain["prompt_template"] = configuration.parse(values).prompt_template
     if not (values.get("prompt_column") or values.get("messages_column")):
-        plain |= {"recipe": "dp-lora-paper", "sampling_probability": 1.0}  # of which nothing is drawn here
+        plain |= {"recipe": "per-sample", "sampling_probability": 1.0}  # of which nothing is drawn here
     return configuration.parse({**values, **plain})
 
 

@@ -172,7 +172,7 @@ def _corpora(results: Results) -> str:
     settings = list(product(("local", "sum"), (2.0, 8.0)))
     corpora = [name for name in NAMED if name != _SKEWED]
     rows, known = [], list[Estimate | None]()
-    for name, method in product(corpora[:-1], ("head", RECIPE, AUTO, "paper", PROBES)):
+    for name, method in product(corpora[:-1], ("head", RECIPE, AUTO, PROBES)):
         found = [_estimate(results, name, method, epsilon, view) for view, epsilon in settings]
         if any(found):
             rows.append((name, method, *map(bare, found)))

@@ -63,7 +63,7 @@ def make(model, tmp_path):
 
 def run_config(settings: VaultSettings, model, **changes: object) -> RunConfig:
     values: dict[str, object] = {"data": ON_NODES, "model": str(model), "num_clients": 2}
-    values |= {"prompt_column": "q", "response_column": "a", "recipe": "dp-lora-paper", "batch_size": 4}
+    values |= {"prompt_column": "q", "response_column": "a", "recipe": "per-sample", "batch_size": 4}
     values |= {"layers": "last-1", "base_dtype": "float32", "max_length": 60, "evaluation_noise_multiplier": 4.0}
     if settings.person_column:
         values |= {"unit": "person"}

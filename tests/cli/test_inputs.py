@@ -61,6 +61,14 @@ def test_files_that_it_names_are_looked_for_unless_told_otherwise(file, tmp_path
     assert check(file, text, "--no-files")[0] == 0
 
 
+@pytest.mark.parametrize("key", ["recipe = 'dp-lora-paper'", "clipping = 'batch'"])
+def test_that_the_papers_noise_is_not_divided_by_its_batch_is_said(file, key):
+    lines = check(file, key, "--no-files")[1]
+    assert "not divided by batch_size, and the gradient that it hides has length C at most" in lines[-2]
+    joint = check(file, f"{key.partition('clip')[0]}\nclipping = 'joint'", "--no-files")[1]
+    assert not any("not divided" in line for line in joint)
+
+
 def test_what_is_no_toml_is_one_line(file, tmp_path):
     assert check(file, "rounds = = 3")[0] == 2
     code, lines = check(file, "rounds = = 3", "--json")
@@ -71,7 +79,13 @@ def test_what_is_no_toml_is_one_line(file, tmp_path):
 
 def test_json_of_a_check(file):
     file.write_text("rounds = 5\n")
-    assert as_json("config", "check", file) == {"file": str(file), "kind": "run", "num_runs": 1, "problems": []}
+    assert as_json("config", "check", file) == {
+        "file": str(file),
+        "kind": "run",
+        "num_runs": 1,
+        "problems": [],
+        "notes": [],
+    }
 
 
 def test_the_schema_is_printed_for_runs_and_for_sweeps():

@@ -37,7 +37,7 @@ def test_a_noise_multiplier_and_the_target_that_would_derive_it_are_refused_toge
     assert parse({"target_epsilon": 8}).target_epsilon == 8
     for left_out in ({"noise_multiplier": BY_RECIPE}, {"target_epsilon": ""}, {"target_epsilon": BY_RECIPE}):
         parse(BOTH | left_out)
-    assert parse({"recipe": "dp-lora-paper", "target_epsilon": 8}).target_epsilon == 8, "the recipe's own noise yields"
+    assert parse({"recipe": "per-sample", "target_epsilon": 8}).target_epsilon == 8, "the recipe's own noise yields"
     assert parse({"noise_multiplier": 0}).target_epsilon is None, "the recipe's own target yields"
 
 

@@ -95,7 +95,7 @@ BAD = {
     "factors": "heads",
     "head_start": "soon",
     "lora_rounds": -1,
-    "client_weights": "equal",
+    "client_weights": "alike",
     "server_optimizer": "lion",
     "sampling_probability": 1.5,
     "lora_sampling_probability": 0.0,
@@ -166,6 +166,20 @@ def test_toml_and_flower_forms_read_back_to_the_same_configuration(values):
     assert all(isinstance(value, str | int | float | bool) for value in to_flower(config).values())
 
 
+def test_the_recipe_of_the_dp_lora_paper_is_its_algorithm_1_with_table_2():
+    """Liu et al. 2023, Table 2; sections 5.2 (K, T, rho_k), 5.3 (rank) and 4.2 (one step of gradient descent)."""
+    config = parse({"recipe": "dp-lora-paper"})
+    assert (config.batch_size, config.noise_multiplier, config.learning_rate, config.clip_norm) == (8, 2, 5e-4, 10)
+    assert (config.num_clients, config.rounds, config.client_weights, config.rank) == (5, 50, "uniform", 512)
+    assert config.partition == "iid", "evenly among all K nodes"
+    assert (config.local_steps, config.optimizer, config.clipping) == (1, "sgd", "batch")
+    assert config.alpha == config.rank, "W + A B, and nothing in front of it"
+    assert parse({"recipe": "dp-lora-paper", "rank": 64}).alpha == 64
+    assert config.sampling_probability is config.target_epsilon is None, "B is a number, and so is sigma"
+    assert (config.aggregation, config.server_optimizer, config.train) == ("dp-lora", "sgd", "all")
+    assert parse({"recipe": "dp-lora-paper", "target_epsilon": 2}).target_epsilon == 2
+
+
 @pytest.mark.parametrize("answers", [["no", "yes"], "no,yes", '["no", "yes"]'])
 def test_answers_imply_that_r_chooses_between_them_and_a_prompt_that_asks_for_one(answers):
     config = parse({"prompt_column": "q", "response_column": "a", "answers": answers})
@@ -204,13 +218,13 @@ def test_pyproject_lists_every_key_with_its_default_for_flower():
     assert listed.keys() == to_flower(RunConfig()).keys()
     assert parse(listed) == replace(RunConfig(), engine="flower")
     # What recipes differ in is left to the recipe, so that `flwr run` can name one.
-    paper = parse(listed | {"recipe": "dp-lora-paper"})
-    assert paper == parse({"recipe": "dp-lora-paper", "engine": "flower"})
-    # What only other keys leave open: a task, a unit, a batch size, what secure sums need, and another recipe's.
-    not_in_paper = ("task", "unit", "batch_size", "min_clients", "mechanism", "privacy_view")
-    not_in_paper += ("max_length", "aggregation", "server_learning_rate", "factors", "prompt_template")
-    assert [key for key in KEYS if getattr(paper, key) != getattr(parse(listed), key)] == [
-        key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_paper
+    other = parse(listed | {"recipe": "per-sample"})
+    assert other == parse({"recipe": "per-sample", "engine": "flower"})
+    # What only other keys leave open: a task, a unit, a batch size, what secure sums need, and other recipes'.
+    not_in_it = ("task", "unit", "batch_size", "min_clients", "mechanism", "privacy_view", "clipping", "partition")
+    not_in_it += ("max_length", "aggregation", "server_learning_rate", "factors", "prompt_template")
+    assert [key for key in KEYS if getattr(other, key) != getattr(parse(listed), key)] == [
+        key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_it
     ]
 
 

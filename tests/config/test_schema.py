@@ -85,7 +85,7 @@ def test_every_shipped_configuration_is_valid(file):
     validator(sweep=file.parent.name == "sweeps").validate(values)
 
 
-@pytest.mark.parametrize("values", [{}, CHANGED, {"budget_epsilon": 4}, {"layers": 3}, {"recipe": "dp-lora-paper"}])
+@pytest.mark.parametrize("values", [{}, CHANGED, {"budget_epsilon": 4}, {"layers": 3}, {"recipe": "per-sample"}])
 def test_a_resolved_configuration_is_valid(values):
     validator().validate(tomllib.loads(to_toml(parse(values))))
     validator().validate(values)

@@ -37,7 +37,7 @@ LMO = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 1.0, "high":
 PUBLISHED = json.dumps({**json.loads(LMO), "accounting": "published"})
 FALSE_ALARM = 1e-6
 DELTA = 1e-5
-PLAIN = UpdateSpec.of(parse({"recipe": "dp-lora-paper"}))
+PLAIN = UpdateSpec.of(parse({"recipe": "per-sample"}))
 
 
 @dataclass(frozen=True, kw_only=True)

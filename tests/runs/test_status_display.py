@@ -98,7 +98,7 @@ def test_a_damaged_limit_is_one_line(write_run: WriteRun, line: str) -> None:
     [
         ({}, "record", "records"),
         ({"data": "t.csv", "person_column": "patient"}, "person", "persons"),
-        ({"recipe": "dp-lora-paper", "noise_on": "upload", "noise_multiplier": 1.0}, "client", "records"),
+        ({"recipe": "per-sample", "noise_on": "upload", "noise_multiplier": 1.0}, "client", "records"),
     ],
 )
 def test_sizes_are_of_the_runs_unit(write_run: WriteRun, config: dict[str, object], unit: str, counted: str) -> None:

@@ -24,7 +24,7 @@ SHORT = "site 0 (0): 5, site 1 (1): 2, site 2 (2): 5"
 SIZES = {0: 400, 1: 300, 2: 300}
 ROUNDS = 6
 INITIAL = {"head.weight": torch.zeros(2, 4)}
-VALUES = {"recipe": "dp-lora-paper", "rounds": ROUNDS, "min_clients": 2, "noise_multiplier": 2.0, "train": "head"}
+VALUES = {"recipe": "per-sample", "rounds": ROUNDS, "min_clients": 2, "noise_multiplier": 2.0, "train": "head"}
 
 
 @pytest.fixture(autouse=True)

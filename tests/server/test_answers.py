@@ -62,7 +62,7 @@ def values(tmp_path_factory) -> dict[str, object]:
             writer.writerow([" ".join(prompt), response, f"site-{row % 2}"])
     return {
         "model": str(folder / "model"),
-        "recipe": "dp-lora-paper",
+        "recipe": "per-sample",
         "data": str(folder / "records.csv"),
         "prompt_column": "prompt",
         "response_column": "response",

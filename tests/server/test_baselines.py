@@ -42,7 +42,7 @@ def baselines_of(tiny_bert, tmp_path) -> Bench:
     """The baselines of a run on these records, and its workbench; warnings are errors."""
 
     def build(train: Sequence[Row], test: Sequence[Row], **changes: object) -> tuple[Baselines | None, Workbench]:
-        values: dict[str, object] = {"model": str(tiny_bert), "layers": "last-1", "recipe": "dp-lora-paper"}
+        values: dict[str, object] = {"model": str(tiny_bert), "layers": "last-1", "recipe": "per-sample"}
         values |= {"data": write(tmp_path / "train.csv", train), "test_data": write(tmp_path / "test.csv", test)}
         values |= {"num_clients": 3, "batch_size": 1, "public_data": True, "labels": LABELS[:2]}
         config = parse(values | changes)

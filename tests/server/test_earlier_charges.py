@@ -59,7 +59,7 @@ def test_unused_charges_are_counted_once_and_not_before_their_round(charges: Ear
 
 def test_a_part_in_a_sum_that_was_interrupted_is_spent_before_the_next_attempt_is_judged(tmp_path):
     """Another attempt has other terms, so it is another release: a budget for one round does not allow both."""
-    keys = {"recipe": "dp-lora-paper", "local_steps": 1, "rounds": 3, "sampling_probability": 0.25}
+    keys = {"recipe": "per-sample", "local_steps": 1, "rounds": 3, "sampling_probability": 0.25}
     keys |= {"secure_aggregation": True, "mechanism": "discrete-gaussian", "optimizer": "sgd", "min_clients": 3}
     config = parse(keys | {"noise_multiplier": 2.0, "delta": 1e-5, "privacy_view": "local"})
     adapter = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}

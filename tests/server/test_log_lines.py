@@ -28,7 +28,7 @@ logging.getLogger("flwr").warning("the node left")
 
 
 def test_an_update_is_told_in_words() -> None:
-    spec = UpdateSpec.of(parse({"recipe": "dp-lora-paper", "local_steps": 1, "learning_rate": 0.5, "batch_size": 8}))
+    spec = UpdateSpec.of(parse({"recipe": "per-sample", "local_steps": 1, "learning_rate": 0.5, "batch_size": 8}))
     text = str(spec)
     assert "1 step of sgd at learning rate 0.5, B = 8" in text
     assert "noise with z =" in text

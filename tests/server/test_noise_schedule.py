@@ -58,7 +58,7 @@ def test_a_pair_sets_the_sampling_of_its_round_too():
     assert [of_run.event(1, round_) for round_ in range(1, 6)] == [gaussian(z, q) for z, q in pairs]
 
 
-@pytest.mark.parametrize("keys", [{}, {"recipe": "dp-lora-paper", "lora_rounds": "", "local_steps": 1}])
+@pytest.mark.parametrize("keys", [{}, {"recipe": "per-sample", "lora_rounds": "", "local_steps": 1}])
 def test_a_target_scales_the_schedule_and_keeps_its_shape(keys):
     found = calibrated(scheduled(target_epsilon=2.0, **keys), SIZES, ADAPTER)
     assert [z / found.scheduled[0][0] for z, _ in found.scheduled] == pytest.approx([z / Z[0] for z in Z])

@@ -59,7 +59,7 @@ def summary_of(values: dict[str, object], out: Path, **changes: object) -> dict[
 
 @pytest.fixture(scope="module")
 def paper(small_run) -> dict[str, object]:
-    return small_run | {"recipe": "dp-lora-paper"}
+    return small_run | {"recipe": "per-sample"}
 
 
 def test_a_public_run_has_baselines_and_figures_of_its_final_model(paper, tmp_path):

@@ -20,7 +20,7 @@ REGISTERED = [Registration(client=0, num_records=SIZE, name="", data_set="d0")]
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
     """Four rounds that together cost 8 by pld, and more by rdp."""
-    keys = {"recipe": "dp-lora-paper", "local_steps": 1, "rounds": 4, "sampling_probability": 0.25}
+    keys = {"recipe": "per-sample", "local_steps": 1, "rounds": 4, "sampling_probability": 0.25}
     return calibrated(parse(keys | {"target_epsilon": 8.0, "batch_size": 8}), [SIZE], ADAPTER)
 
 
@@ -31,7 +31,7 @@ def books_of(config: RunConfig, ledger: Ledger | None = None, run: str = "run") 
 @pytest.fixture(scope="module")
 def of_two_a_round() -> RunConfig:
     """Rounds of two of four clients, which together cost 8 on the view of Theorem 1."""
-    keys = {"recipe": "dp-lora-paper", "local_steps": 1, "rounds": 4, "sampling_probability": 0.25}
+    keys = {"recipe": "per-sample", "local_steps": 1, "rounds": 4, "sampling_probability": 0.25}
     keys |= {"privacy_view": "rho", "clients_per_round": 2, "min_clients": 2}
     return calibrated(parse(keys | {"target_epsilon": 8.0, "batch_size": 8}), [SIZE] * 4, ADAPTER)
 

@@ -30,7 +30,7 @@ ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 SIZES = {0: 400, 1: 400, 2: 400, 3: 400, 4: 150, 5: 900}
 DELTA, NOISE, Q = 1e-5, 4.0, 0.25
 KEYS = {
-    "recipe": "dp-lora-paper",
+    "recipe": "per-sample",
     "local_steps": 1,
     "rounds": 6,
     "clients_per_round": 2,

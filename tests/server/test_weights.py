@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("as_a_task")
 SIZES = {0: 400, 1: 100, 2: 225, 3: 900}
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 SUMS = {"secure_aggregation": True, "privacy_view": "aggregate", "min_clients": 3}
-PAPER = {"recipe": "dp-lora-paper", "local_steps": 1, "noise_multiplier": 1.5, "rounds": 2}
+PAPER = {"recipe": "per-sample", "local_steps": 1, "noise_multiplier": 1.5, "rounds": 2}
 
 
 def make(**changes) -> tuple[RunConfig, Books]:
@@ -40,39 +40,42 @@ def settled(books: Books, uploads: list[int], asked: list[int] | None = None) ->
 @pytest.mark.parametrize(
     ("changes", "power"),
     [
+        ({"client_weights": "uniform"}, 0.0),
+        ({"client_weights": "uniform", "secure_aggregation": True, "min_clients": 3}, 0.0),
         ({"client_weights": "records"}, 1.0),
         ({"client_weights": "root-records"}, 1.5),
         ({"client_weights": "auto"}, 1.5),
         ({"client_weights": "auto", "secure_aggregation": True, "min_clients": 3}, 1.0),
     ],
 )
-def test_weights_follow_the_records_or_their_root_and_only_the_sum_lets_auto_weigh_all_records_alike(changes, power):
+def test_weights_follow_a_power_of_the_records_and_only_the_sum_lets_auto_weigh_all_records_alike(changes, power):
     config, books = make(**changes)
     total = sum(n**power for n in SIZES.values())
     assert books.costs.weights(SIZES) == pytest.approx({c: n**power / total for c, n in SIZES.items()})
     assert weights_by_size(client_masses(config, {0: 7, 2: 7})) == {0: 0.5, 2: 0.5}
 
 
-def test_the_rho_view_is_defined_under_the_weights_that_are_used():
-    _, books = make(client_weights="root-records")
+@pytest.mark.parametrize(("weights", "power"), [("root-records", 1.5), ("uniform", 0.0)])
+def test_the_rho_view_is_defined_under_the_weights_that_are_used(weights, power):
+    _, books = make(client_weights=weights)
     settled(books, [0, 1, 3])
     for client, summed in ((0, (0, 1, 3)), (1, (0, 1, 3)), (2, (0, 1, 2, 3))):
-        masses = [SIZES[c] ** 1.5 for c in summed]
+        masses = [SIZES[c] ** power for c in summed]
         bar = math.hypot(*masses) / sum(masses)
+        assert power or bar == pytest.approx(1 / math.sqrt(len(summed)))
         (event,) = books.accounts.history(client, "rho")
         assert event.noise_multiplier == pytest.approx(1.5 * bar)
         assert books.epsilon_so_far(client, "rho") > books.epsilon_so_far(client, "local")
 
 
-@pytest.mark.parametrize("weights", ["records", "root-records"])
+@pytest.mark.parametrize(("weights", "power"), [("uniform", 0.0), ("records", 1.0), ("root-records", 1.5)])
 @pytest.mark.parametrize("sampling", [{"sampling_probability": 0.25}, {"batch_size": 50}])
 @pytest.mark.parametrize("clipping", ["joint", "batch"])
-def test_noise_of_the_sum_is_that_of_the_design_for_every_kind_of_sampling(weights, sampling, clipping):
+def test_noise_of_the_sum_is_that_of_the_design_for_every_kind_of_sampling(weights, power, sampling, clipping):
     """sqrt(sum_j w_j^2 z_j^2) / w_k with w_j = rho_j lr_j C_j / B_j, and no B_j under `batch`; less one reader's."""
     config, books = make(client_weights=weights, clipping=clipping, **sampling, **{**SUMS, "min_clients": 4})
     settled(books, list(SIZES))
     z, lr, clip = config.noise_multiplier, config.learning_rate, config.clip_norm
-    power = 1.5 if weights == "root-records" else 1.0
     rho = {c: n**power / sum(each**power for each in SIZES.values()) for c, n in SIZES.items()}
     size = {c: sampling.get("batch_size") or 0.25 * n for c, n in SIZES.items()}
     w = {c: rho[c] * lr * clip / (1 if clipping == "batch" else size[c]) for c in SIZES}

@@ -208,7 +208,7 @@ def summed(small_run, tmp_path_factory) -> dict[str, object]:
     """Five equal clients of which only sums of five uploads are seen."""
     table = write_table(tmp_path_factory.mktemp("summed") / "records.csv", 200)
     dealt = {"data": str(table), "partition": "iid", "client_column": "", "num_clients": 5}
-    steps = {"recipe": "dp-lora-paper", "sampling_probability": 0.5, "local_steps": 1, "rounds": 3}
+    steps = {"recipe": "per-sample", "sampling_probability": 0.5, "local_steps": 1, "rounds": 3}
     return small_run | dealt | steps | {"secure_aggregation": True, "min_clients": 5}
 
 

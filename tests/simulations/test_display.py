@@ -210,7 +210,7 @@ def test_the_first_round_is_estimated_from_its_share_once_that_says_something():
 def test_every_round_of_a_run_has_a_phase():
     phases = _phases_of(RunConfig(rounds=10, lora_rounds=3))
     assert phases == ["start", *["head"] * 6, *["all"] * 3]
-    assert _phases_of(RunConfig(rounds=4, lora_rounds=None, head_start=False, recipe="dp-lora-paper")) == ["all"] * 4
+    assert _phases_of(RunConfig(rounds=4, lora_rounds=None, head_start=False, recipe="per-sample")) == ["all"] * 4
 
 
 class Kept(LogObserver):

@@ -279,7 +279,7 @@ def test_what_cannot_be_run_is_refused_in_one_line_before_anything_is_written(ca
 
 def test_every_key_about_texts_is_refused_by_name_even_at_its_default():
     own_keys = {"model": "own:x", "data": "in-memory", "learning_rate": 1.0}
-    assert parse(own_keys).recipe == "dp-lora-paper"
+    assert parse(own_keys).recipe == "per-sample"
     for key in RunConfig.keys_with(Fact.TEXTS):
         value = getattr(RunConfig(), key)
         found, problems = checked(own_keys | {key: "" if value is None else value})

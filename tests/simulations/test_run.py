@@ -97,6 +97,12 @@ def test_epsilons_are_those_of_dp_accounting_for_what_was_sampled(finished, smal
         assert row["delta"] == 1e-5
         assert row["epsilon_local"] <= row["epsilon_rho"]
     assert summary(finished)["epsilon_rho_max"] == max(row["epsilon_rho"] for row in summary(finished)["clients"])
+    least, theorem = sizes.min(), summary(finished)["theorem_1"]
+    by_hand = 2 * (8 / least) * np.sqrt(4 * np.log(1e5)) / (rho_bar * 1.0)
+    assert theorem["epsilon"] == pytest.approx(by_hand)
+    assert not theorem["conditions_hold"]
+    assert theorem["violated"][0] == "rho_bar * sigma >= 1", "0.59, as nearly always"
+    assert f"gives {by_hand:.3g}, and is no bound: these of its" in (finished / "report.html").read_text()
     live = clients[clients["round"] == 2].set_index("client").epsilon_local
     for row in summary(finished)["clients"]:
         assert live[row["client"]] >= row["epsilon_local"] * (1 - 1e-3), "rdp is never below pld"

@@ -23,6 +23,7 @@ from simulations.studies.language_models import (
     PLAIN,
     PRIVATE,
     REVIEWS,
+    RULES,
     LanguageCell,
     cells,
     configured,
@@ -61,16 +62,26 @@ def written(tmp_path: Path, study: object, *found: dict) -> list[list[str]]:
 
 
 def sweep_line(sweep: str, accuracy: float, **cell: object) -> dict:
-    figures = {"bytes_up": 5.81e6, "bytes_down": 94.24e6, "accuracy_initial": 0.1, "majority_accuracy": 0.3}
+    figures = {
+        "bytes_up": 5.81e6,
+        "bytes_down": 94.24e6,
+        "accuracy_initial": 0.1,
+        "majority_accuracy": 0.3,
+        "delta_max": 1e-5,
+    }
     return {"key": f"{sweep}/{cell}", "sweep": sweep, "cell": cell, "accuracy": accuracy, **figures}
 
 
 def test_accuracies_of_a_rule_are_means_over_seeds_by_noise(tmp_path):
     noisy = [
-        sweep_line("aggregation-paper", value, aggregation="flora", target_epsilon=2, noise_multiplier=1.88, seed=seed)
+        sweep_line(
+            "aggregation-per-sample", value, aggregation="flora", target_epsilon=2, noise_multiplier=1.88, seed=seed
+        )
         for seed, value in enumerate((0.5, 0.6, 0.7))
     ]
-    plain = sweep_line("aggregation-paper", 0.8, aggregation="flora", target_epsilon=None, noise_multiplier=0, seed=0)
+    plain = sweep_line(
+        "aggregation-per-sample", 0.8, aggregation="flora", target_epsilon=None, noise_multiplier=0, seed=0
+    )
     weights = sweep_line("aggregation-weights", 0.4, aggregation="cmfl", target_epsilon=2, noise_multiplier=1.88)
     real = sweep_line("aggregation-medquad", 0.7, aggregation="flora", seed=0)
     rows = written(tmp_path, aggregation, *noisy, plain, weights, real)
@@ -78,6 +89,29 @@ def test_accuracies_of_a_rule_are_means_over_seeds_by_noise(tmp_path):
     assert ["`cmfl`, full weights", "0.400 (one seed)", "", "", "5.81", "94.24"] in rows
     assert ["`flora`", "0.700 (one seed)", "94.24", "not run", ""] in rows
     assert ["largest class", "0.300", "", "", ""] in rows
+
+
+def test_the_papers_grids_stand_under_its_scores_by_the_papers_rule_and_with_a_frozen(tmp_path):
+    two = sweep_line("aggregation-per-sample", 0.6, aggregation="dp-lora", target_epsilon=2, noise_multiplier=1.88)
+    cell = {"aggregation": "ffa-lora", "target_epsilon": 2, "delta": 1e-2}
+    loose = sweep_line("aggregation-grids", 0.7, **cell) | {"delta_max": 1e-2}
+    rows = written(tmp_path, aggregation, two, loose)
+    assert ["paper: BERT", "53.2", "63.6", "68.8", "60.3", "68.9", "69.1"] in rows
+    assert ["`dp-lora`", "0.600 (one seed)", *["not run"] * 5] in rows
+    assert ["`ffa-lora`", "0.700 (one seed)", *["not run"] * 3] in rows
+
+
+def test_each_step_away_from_algorithm_1_names_what_it_changes(tmp_path):
+    figures = {"epsilon_local_max": 3.76, "noise_multiplier": 2.0}
+    steps = [
+        sweep_line("aggregation-algorithm-1", accuracy, target_epsilon=epsilon, rank=rank, clipping=clipping, seed=seed)
+        for epsilon, rank, clipping, accuracy in ((None, 512, "batch", 0.1), (2, 8, "batch", 0.2), (2, 8, "joint", 0.3))
+        for seed in (0, 1)
+    ]
+    rows = written(tmp_path, aggregation, *(step | figures for step in steps))
+    assert ["Algorithm 1 with Table 2", "3.76", "2", "0.100 ± 0.000 (2 runs)", "0.100 (2 runs)", "5.81"] in rows
+    assert ["`rank = 8`", "3.76", "2", "0.200 ± 0.000 (2 runs)", "0.100 (2 runs)", "5.81"] in rows
+    assert ["`clipping = joint`", "3.76", "2", "0.300 ± 0.000 (2 runs)", "0.100 (2 runs)", "5.81"] in rows
 
 
 def test_noise_is_shown_by_its_standard_deviation(tmp_path):
@@ -199,6 +233,9 @@ def test_the_grids_differ_in_what_they_vary_alone(tmp_path):
     assert config_of(replace(base, rank=16), tmp_path) == replace(one, rank=16)
     assert config_of(replace(base, epsilon=4.0), tmp_path) == replace(one, target_epsilon=4.0)
     assert (one.delta, one.max_records) == (DELTA, 150)
+    papers = config_of(replace(base, rule=RULES["DP-LoRA"]), tmp_path)
+    assert papers == replace(one, aggregation="dp-lora"), "A is trained too, and nothing else differs"
+    assert papers.rule.trains == "lora"
 
 
 def test_training_in_one_place_reads_the_prompts_of_the_federation(tmp_path):

@@ -22,7 +22,7 @@ SIZES = {0: 20, 1: 45, 2: 400}
 # formulas below are off by more.
 NUM_ROUNDS, FALSE_ALARM = 10, 1e-6
 Z, CLIP, RATE = 1.3, 2.5, 0.5
-BASE = {"recipe": "dp-lora-paper", "local_steps": 1, "noise_multiplier": Z, "clip_norm": CLIP, "learning_rate": RATE}
+BASE = {"recipe": "per-sample", "local_steps": 1, "noise_multiplier": Z, "clip_norm": CLIP, "learning_rate": RATE}
 
 
 def accepts(values: torch.Tensor, scale: float) -> bool:
@@ -69,6 +69,7 @@ def summed(model: TrainingModel, spec: UpdateSpec, weights: dict[int, float]) ->
         {"sampling_probability": 0.25, "client_weights": "records"},
         {"batch_size": 8, "client_weights": "root-records"},
         {"batch_size": 8, "client_weights": "records", "clipping": "batch"},
+        {"sampling_probability": 0.25, "client_weights": "uniform"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )

@@ -8,7 +8,7 @@ An instruction with less noise than the holder allows is refused before anything
 >>> from fedpriv.holder.vault import NodeLimits, RefusedError, check_limits
 >>> event = SubsampledGaussian(noise_multiplier=0.1, sampling_probability=0.05)
 >>> try:
-...     check_limits(UpdateSpec.of(RunConfig(recipe="dp-lora-paper")), event, 1, NodeLimits())
+...     check_limits(UpdateSpec.of(RunConfig(recipe="per-sample")), event, 1, NodeLimits())
 ... except RefusedError as refusal:
 ...     print(refusal)
 noise_multiplier: its effective value 0.1 is below this node's minimum 0.3

@@ -225,7 +225,7 @@ def freeze(
     if normalize and (task != "SEQ_CLS" or not pooling.can_be_linear(model)):
         raise InputError(
             f"model = {name!r}: normalised features need a classifier whose head is one linear layer or is known to be "
-            f"replaceable by one, and that of a {type(model).__name__} is neither; use recipe = dp-lora-paper"
+            f"replaceable by one, and that of a {type(model).__name__} is neither; use recipe = per-sample"
         )
     convention = pooling.pooling_of(model, normalize=normalize) if task == "SEQ_CLS" else "model"
     pooling.apply(model, convention)

@@ -213,7 +213,7 @@ def _num_lora_values(config: FederationSection, initial: Adapter) -> int:
 
 def federation_of(config: RunConfig, sizes: Sequence[int]) -> WeightedClients:
     """The public numbers of a run's rounds, with the clients' weights."""
-    weights = [client_weight(size, equal=config.weighs_records) for size in sizes]
+    weights = [client_weight(size, config.weighting) for size in sizes]
     return WeightedClients(
         sizes=sizes,
         weights=weights,

@@ -225,7 +225,9 @@ def client_masses(config: RunConfig, sizes: Mapping[int, int]) -> dict[int, floa
         config: of the run; `client_weights` decides w_k.
         sizes: {client: registered N_k}, never what a reply claims.
     """
-    return {client: client_weight(size, equal=config.weighs_records) * size for client, size in sizes.items()}
+    if config.weighting == "uniform":
+        return dict.fromkeys(sizes, 1.0)  # equal to the bit, which (1 / N_k) N_k is not
+    return {client: client_weight(size, config.weighting) * size for client, size in sizes.items()}
 
 
 def record_weights(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]) -> dict[int, float]:

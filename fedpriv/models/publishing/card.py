@@ -31,7 +31,7 @@ from fedpriv.texts import printable
 
 FILE = "README.md"
 
-_AGAINST = {"local": "the coordinator, which saw every upload", "rho": "as by DP-LoRA's Theorem 1"}
+_AGAINST = {"local": "the coordinator, which saw every upload", "rho": "at the noise of DP-LoRA's Theorem 1"}
 
 _PIPELINES = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
 _ADAPTERS = ("adapter", "gguf-adapter")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
+from typing import Literal
 
 import numpy as np
 
@@ -333,11 +334,14 @@ def arrived(num_steps: int, momentum: float, *, num_after: int = 0) -> Array:
     return np.asarray(1 - momentum ** np.arange(num_steps + num_after, num_after, -1))
 
 
-def client_weight(num_records: int, *, equal: bool) -> float:
-    """w_k: 1, or the root of N_k, which lets large clients count more where their noise is the same as a small one's.
+def client_weight(num_records: int, weighting: Literal["uniform", "records", "root-records"]) -> float:
+    """w_k, of each record of a client, whose upload then counts for w_k N_k.
+
+    The root of N_k lets large clients count more where their noise is the same as a small one's; 1 is for where only
+    the sum of all is seen; and with 1 / N_k each client counts for as much as any other.
 
     Args:
         num_records: N_k >= 1.
-        equal: whether every client has weight 1, as where only the sum of all is seen.
+        weighting: what uploads count in proportion to: nothing, N_k or N_k^1.5.
     """
-    return 1.0 if equal else math.sqrt(num_records)
+    return {"uniform": 1 / num_records, "records": 1.0, "root-records": math.sqrt(num_records)}[weighting]

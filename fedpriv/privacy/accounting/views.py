@@ -1,7 +1,7 @@
 """Views of one history: the observer determines which noise counts.
 
-`local` protects against the server, which sees every upload. `rho` is the DP-LoRA paper's Theorem 1: the noise
-scaled by rho_bar at unit sensitivity; since rho_bar <= 1, its epsilon is never below the `local` one. `aggregate`
+`local` protects against the server, which sees every upload. `rho` has the noise of the DP-LoRA paper's Theorem 1,
+scaled by rho_bar, but not its formula; since rho_bar <= 1, its epsilon is never below the `local` one. `aggregate`
 protects against those who see only the weighted sums, a participant among them, which knows its own part; it holds only
 under the conditions that `aggregate_objections` checks.
 """

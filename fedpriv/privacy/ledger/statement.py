@@ -386,7 +386,7 @@ def _epsilons(page: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"epsilon {_rounded_up(page['epsilon_local'])} {delta}: against the server, which sees each upload",
     )
     if page["epsilon_rho"] is not None:
-        yield "Rho view", f"epsilon {_rounded_up(page['epsilon_rho'])} {delta}: by DP-LoRA's Theorem 1, never below it"
+        yield "Rho view", f"epsilon {_rounded_up(page['epsilon_rho'])} {delta}: {_TEXTS['rho_view']}"
     if page["view"] == "aggregate":
         against = f"against {readers_label(page['num_readers'])}, where the server saw sums alone"
         yield "Aggregate view", f"epsilon {_rounded_up(page['epsilon_aggregate'])} {delta}: {against}"

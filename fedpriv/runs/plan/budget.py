@@ -188,7 +188,7 @@ class ClientCost:
         num_records: N_k, of persons where these are the unit.
         share: rho_k, the weight of its upload.
         epsilon_local: against the server, if it sees every upload.
-        epsilon_rho: by the DP-LoRA paper's Theorem 1.
+        epsilon_rho: at the noise of the DP-LoRA paper's Theorem 1.
         epsilon_aggregate: against those who see only the sums, if nobody sees an upload.
     """
 

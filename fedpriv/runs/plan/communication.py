@@ -293,6 +293,16 @@ def compare_paper() -> list[PaperRow]:
     return rows
 
 
+def finding(rows: Sequence[PaperRow]) -> str:
+    """A sentence on how many of the rows follow from the paper's formula, and how many exceed the whole matrices."""
+    given = [row.given_by_formula for row in rows if row.rank]
+    whole = sum(bool(row.exceeds_adapted_matrices) for row in rows)
+    return (
+        f"{sum(map(bool, given))} of {len(given)} overheads that the paper prints follow from its formula, L r 2n, to "
+        f"5 %; {whole} exceed the matrices sent whole."
+    )
+
+
 def _paper_row(table: int, shape: ModelShape, origin: str, method: str, overhead: str, ratio: str) -> PaperRow:
     """The row of one entry of _PAPER; a number as its method means `dp-lora` with that rank."""
     low, paper, high = _rounding_interval(overhead)

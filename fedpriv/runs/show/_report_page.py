@@ -236,7 +236,7 @@ def _failures(run: RunFolder) -> dict[str, int]:
 
 
 def _panels(run: RunFolder, *, folded: bool) -> list[Panel]:
-    """The plots, begun by what the run reached and what that cost; or those of Theorem 1, which stand in a fold."""
+    """The plots, begun by what the run reached and what that cost; or those of `rho`, which stand in a fold."""
     views = told_first(run.summary["privacy_view"])
     if folded:
         return [] if "rho" in views else _epsilon_panels(run, ["rho"])
@@ -296,7 +296,7 @@ def _epsilon_panels(run: RunFolder, views: Sequence[str]) -> list[Panel]:
     """The upper bounds that were kept round by round, with the final figure where it is less."""
     delta = f"at its δ (at most {format_delta(run.summary['delta_max'])})"
     panels = []
-    against = {"local": "against the server", "rho": "by Theorem 1 of DP-LoRA"}
+    against = {"local": "against the server", "rho": "at the noise of DP-LoRA's Theorem 1"}
     if _epsilon_aggregate(run.summary):
         against["aggregate"] = f"against {readers_label(run.summary.get('num_readers', 0))}, who learn sums alone"
     for view in (cast("View", view) for view in views if view in against):

@@ -116,8 +116,8 @@ class Run:
         """The most that any client has spent on a view, at `delta`; infinite without noise.
 
         Args:
-            view: `local` protects against the server, `rho` is DP-LoRA's Theorem 1, `aggregate` protects against who
-                sees sums alone.
+            view: `local` protects against the server, `rho` is that at the noise of DP-LoRA's Theorem 1, `aggregate`
+                protects against who sees sums alone.
 
         Raises:
             InputError: the view is unknown, or does not hold for this run.

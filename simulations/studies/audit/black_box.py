@@ -113,7 +113,7 @@ def repeated_run(num_runs: int) -> Line:
         _write_random_records(where / "records.csv", words)
         shared = {
             "model": str(make_tiny_bert(where / "tiny-bert", words)), "data": str(where / "records.csv"),
-            "test_data": str(where / "records.csv"), "partition": "iid", "num_clients": 1, "recipe": "dp-lora-paper",
+            "test_data": str(where / "records.csv"), "partition": "iid", "num_clients": 1, "recipe": "per-sample",
             "layers": "all", "rank": 4, "rounds": 4, "local_steps": 1, "sampling_probability": 1.0, "clip_norm": 0.1,
             "learning_rate": 1.0, "server_optimizer": "sgd", "server_learning_rate": 1.0, "delta": DELTA,
             "target_epsilon": REPEATED_CLAIM, "audit": "tokens", "audit_canaries": 60, "simulate": True,

@@ -255,7 +255,7 @@ def _described(name: str) -> Described:
 
 _CHAT: dict[str, Any] = {
     "model": "SmolLM2-135M-Instruct", "prompt_column": "question", "response_column": "answer", "public_data": True,
-    "recipe": "dp-lora-paper", "partition": "iid", "num_clients": 1, "max_records": 60, "max_length": 40,
+    "recipe": "per-sample", "partition": "iid", "num_clients": 1, "max_records": 60, "max_length": 40,
     "layers": "all", "rank": 8, "optimizer": "adamw", "learning_rate": 1e-3, "clip_norm": 1.0, "batch_size": 20,
     "rounds": 4, "local_steps": 20, "delta": DELTA, "audit": "tokens", "audit_canaries": 40, "simulate": True,
     "comparison": False, "baselines": False, "generated_answers": 0, "evaluate_every": 1000, "test_fraction": 0.002,

@@ -119,7 +119,7 @@ def vault_run(observer: str, seed: int, trials: int = TRIALS) -> Line:
         where = Path(folder)
         shared = {
             "model": str(make_tiny_bert(where / "tiny-bert", _WORDS)), "test_data": str(where / "with.csv"),
-            "client_column": "site", "labels": ["a", "b"], "recipe": "dp-lora-paper",
+            "client_column": "site", "labels": ["a", "b"], "recipe": "per-sample",
             "layers": "last-1", "rank": 2, "local_steps": 1, "sampling_probability": 1.0, "learning_rate": 1e-3,
             "server_optimizer": "sgd", "server_learning_rate": 1.0, "clip_norm": 0.01, "delta": DELTA,
             "min_clients": HOLDERS, "comparison": False, "baselines": False, "evaluate_every": 10**6,

@@ -120,7 +120,7 @@ def test_slots_of_a_committed_plan_count(holder):
     assert affordable(own, PLAN).fields["releases"] == charged(own, PLAN) == 4
 
 
-RUN = {"recipe": "dp-lora-paper", "data": "on-nodes", "labels": ",".join(LABELS), "rounds": 6, "layers": "last-1"}
+RUN = {"recipe": "per-sample", "data": "on-nodes", "labels": ",".join(LABELS), "rounds": 6, "layers": "last-1"}
 
 
 def asked(tiny_bert, **values):

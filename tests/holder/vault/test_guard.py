@@ -12,7 +12,7 @@ from fedpriv.holder.vault import _charging, _guard
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES
 
-SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
+SPEC = UpdateSpec.of(RunConfig(recipe="per-sample"))
 STRICT = _charging.NodePolicy(allow_unrecorded=True)
 OPEN = _charging.NodePolicy(allow_unrecorded=True, allow_not_private=True)
 

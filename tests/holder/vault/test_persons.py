@@ -46,7 +46,7 @@ def holder(tiny_bert, tmp_path, data):
 
 def run_config(tiny_bert, **changes):
     values = {"model": str(tiny_bert), "layers": "last-1", "rank": 2, "data": ON_NODES, "labels": list(LABELS)}
-    values |= {"num_clients": 3, "recipe": "dp-lora-paper", "batch_size": 6, "local_steps": 1}
+    values |= {"num_clients": 3, "recipe": "per-sample", "batch_size": 6, "local_steps": 1}
     return to_flower(parse(values | {"unit": "person", "max_records_per_person": 3} | changes))
 
 

@@ -11,7 +11,7 @@ from fedpriv.holder.vault import _charging, _guard
 from fedpriv.holder.vault.settings import NodeLimits
 from fedpriv.learning.training.local_update import UpdateSpec, planned_event
 
-SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
+SPEC = UpdateSpec.of(RunConfig(recipe="per-sample"))
 ADAPTER = {name: torch.zeros(2, 3) for name in ("x.lora_A.weight", "x.lora_B.weight")}
 
 

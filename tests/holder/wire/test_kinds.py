@@ -16,7 +16,7 @@ from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.private_evaluation import EvaluationSpec, NoisedCounts
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 
-SPEC = UpdateSpec.of(RunConfig(recipe="dp-lora-paper"))
+SPEC = UpdateSpec.of(RunConfig(recipe="per-sample"))
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25, count=3)
 MESSAGES = {
     "instruction": (kinds.pack_instruction("run", 3, SPEC), partial(kinds.unpack_instruction, UpdateSpec)),

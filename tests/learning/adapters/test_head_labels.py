@@ -72,7 +72,7 @@ def test_every_door_gives_a_class_the_probability_that_the_checkpoint_gives_it(t
     def agrees(probabilities):
         torch.testing.assert_close(torch.as_tensor(probabilities), expected, atol=1e-6, rtol=0, check_dtype=False)
 
-    shared = {"model": str(folder), "recipe": "dp-lora-paper", "layers": "last-1", "base_dtype": "float32"}
+    shared = {"model": str(folder), "recipe": "per-sample", "layers": "last-1", "base_dtype": "float32"}
     simulated = Workbench(parse({**shared, "data": str(table), "client_column": "site", "max_length": 32}))
     of_node = {"data": ON_NODES, "labels": ",".join(LABELS), "num_clients": 2}
     on_node = Workbench(parse({**shared, **of_node, "test_data": str(table)}), DataSource(data=str(table)))

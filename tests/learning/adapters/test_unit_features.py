@@ -134,7 +134,7 @@ def test_a_saved_adapter_gives_the_same_logits_in_every_way_it_can_be_loaded(fol
 
 @pytest.mark.parametrize("kind", ["mpnet", "deberta", "convbert", "modernbert"])
 def test_another_familys_head_of_more_than_one_layer_is_refused_in_one_line(kind):
-    with pytest.raises(InputError, match=rf"model = '{kind}': .*; use recipe = dp-lora-paper") as caught:
+    with pytest.raises(InputError, match=rf"model = '{kind}': .*; use recipe = per-sample") as caught:
         freeze(kind, classifier(kind), None, task="SEQ_CLS", normalize=True)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="not one linear layer"):

@@ -61,7 +61,7 @@ def test_what_a_rule_does_not_state_is_refused_as_for_any_other(own):
     }
     for key, value in refused.items():
         with pytest.raises(InputError, match="aggregation = median"):
-            parse({"aggregation": "median", "recipe": "dp-lora-paper", key: value})
+            parse({"aggregation": "median", "recipe": "per-sample", key: value})
     with pytest.raises(InputError, match=r"train = auto: may choose adam .* = median is no weighted sum"):
         parse({"aggregation": "median", "train": "auto"})
 
@@ -83,7 +83,7 @@ def test_a_rule_of_ones_own_keeps_the_default_recipe_with_the_servers_step_that_
         ({"model": "own:", "data": "in-memory"}, "a model of your own"),
         ({"prompt_column": "question"}, "prompt_column = question"),
         ({"batch_size": "by recipe"}, None),
-        ({"batch_size": 64, "recipe": "dp-lora-paper"}, None),
+        ({"batch_size": 64, "recipe": "per-sample"}, None),
         ({"rounds": 5, "local_steps": 1}, None),
     ],
 )
@@ -95,7 +95,7 @@ def test_it_is_the_first_line_of_a_run(small_run, tmp_path, capsys):
     with pytest.raises(InputError, match="no such file"):
         federate(None, small_run | {"data": str(tmp_path / "nowhere.csv")}, out=tmp_path / "run")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("recipe = dp-lora-paper, which local_steps = 2 implies: most defaults differ")
+    assert lines[0].startswith("recipe = per-sample, which local_steps = 2 implies: most defaults differ")
 
 
 def test_a_linear_rule_of_ones_own_has_what_linear_rules_have(monkeypatch):

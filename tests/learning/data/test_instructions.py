@@ -154,7 +154,7 @@ def test_each_client_keeps_at_most_so_many_records_and_the_seed_says_which(tmp_p
 
 def test_the_batch_must_fit_what_is_kept(tmp_path):
     path = write(tmp_path / "r.csv", [{"text": str(i), "label": "ab"[i % 2]} for i in range(70)])
-    keys = {"data": str(path), "public_data": True, "recipe": "dp-lora-paper", "batch_size": 8, "max_records": 7}
+    keys = {"data": str(path), "public_data": True, "recipe": "per-sample", "batch_size": 8, "max_records": 7}
     with pytest.raises(InputError, match=r"batch_size = 8: client 0 .* has only 7 records"):
         load(parse(keys))
 

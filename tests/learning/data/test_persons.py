@@ -87,7 +87,7 @@ def test_max_records_draws_persons_with_all_records(table):
 
 
 def test_a_batch_is_of_persons(table):
-    asked = {"client_column": "site", "recipe": "dp-lora-paper"}
+    asked = {"client_column": "site", "recipe": "per-sample"}
     load(config_of(table, batch_size=20, **asked))
     with pytest.raises(InputError, match=r"batch_size = 21: client 0 .* has only 20 persons; use at most 20"):
         load(config_of(table, batch_size=21, **asked))
@@ -179,7 +179,7 @@ CONFIGS = {
     "record, and a column": ({"person_column": "p", "unit": "record", "data": "t.csv"}, "unit = record: person_column"),
     "no column": ({"unit": "person", "data": "t.csv"}, "unit = person: needs person_column"),
     "upload": ({"unit": "person", "noise_on": "upload"}, "noise_on = upload: protects whole clients"),
-    "batch": ({"unit": "person", "clipping": "batch", "recipe": "dp-lora-paper"}, "clipping = batch: clips the mean"),
+    "batch": ({"unit": "person", "clipping": "batch", "recipe": "per-sample"}, "clipping = batch: clips the mean"),
     "none of a person": ({"unit": "person", "max_records_per_person": 0}, "max_records_per_person"),
 }
 

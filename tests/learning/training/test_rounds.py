@@ -30,7 +30,7 @@ ONES = dict.fromkeys([*RATES, "start_noise_multiplier"], 1.0)
 
 SIZES = {0: 20, 1: 45, 2: 90}
 BASE = {
-    "recipe": "dp-lora-paper",
+    "recipe": "per-sample",
     "secure_aggregation": True,
     "min_clients": 3,
     "num_clients": 3,
@@ -68,7 +68,7 @@ def test_the_recipe_starts_the_head_then_trains_it_alone_then_all():
         ({"lora_rounds": 99}, [("start", 1), ("all", 9)]),
         ({"lora_rounds": None}, [("start", 1), ("all", 9)]),
         ({"head_start": False}, [("head", 7), ("all", 3)]),
-        ({"recipe": "dp-lora-paper", "lora_rounds": None, "head_start": False}, [("all", 10)]),
+        ({"recipe": "per-sample", "lora_rounds": None, "head_start": False}, [("all", 10)]),
     ],
 )
 def test_phases_without_rounds_are_left_out(changes, expected):
@@ -76,7 +76,7 @@ def test_phases_without_rounds_are_left_out(changes, expected):
 
 
 def test_without_lora_rounds_of_their_own_all_steps_are_alike():
-    (paper,) = RunSchedule.of(RunConfig(recipe="dp-lora-paper")).phases
+    (paper,) = RunSchedule.of(RunConfig(recipe="per-sample")).phases
     assert (paper.spec.batch_size, paper.spec.local_steps, paper.spec.noise_multiplier) == (64, 3, 1.88)
     assert (paper.spec.sampling_probability, paper.spec.lora_learning_rate, paper.spec.bias_scale) == (0.0, 0.0, 1.0)
 
@@ -133,7 +133,7 @@ def schedule(rule: str, **changes) -> RunSchedule:
         ("fedsvd", {}, ["head"] * 4 + ["lora-b"] * 5),
         (
             "rolora",
-            {"recipe": "dp-lora-paper", "rounds": 3, "lora_rounds": "", "head_start": False},
+            {"recipe": "per-sample", "rounds": 3, "lora_rounds": "", "head_start": False},
             ["lora-b", "lora-a", "lora-b"],
         ),
         ("rolora", {"train": "head"}, ["head"] * 9),
@@ -216,7 +216,7 @@ def updates(model, make_records, config, spec):
         {"batch_size": 8},
         {"batch_size": 8, "clipping": "batch"},
         {"sampling_probability": 0.5, "noise_on": "upload", "local_steps": 3, "optimizer": "adamw"},
-        {"sampling_probability": 0.5, "clipping": "split", "normalize_features": True},
+        {"sampling_probability": 0.5, "clipping": "split", "normalize_features": True, "client_weights": "uniform"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )

@@ -76,7 +76,7 @@ def base(tiny_bert, tmp_path):
 
 @pytest.fixture
 def run(base, tmp_path):
-    values = {"recipe": "dp-lora-paper", "layers": "all", "rank": 4, "alpha": 64.0, "max_length": MOST}
+    values = {"recipe": "per-sample", "layers": "all", "rank": 4, "alpha": 64.0, "max_length": MOST}
     return finished(tmp_path / "run", base, values=values)
 
 

@@ -85,7 +85,7 @@ def make_encoder(kind: str, tiny_bert: Path, folder: Path) -> Path:
 def encoder_run(kind: str, normalize: bool, tiny_bert: Path, folder: Path) -> Path:
     model = make_encoder(kind, tiny_bert, folder / "model")
     targets = {"target_modules": ["in_proj"]} if kind == "deberta" else {}
-    recipe = "fedpriv" if normalize else "dp-lora-paper"
+    recipe = "fedpriv" if normalize else "per-sample"
     values = {"model": str(model), "recipe": recipe, "layers": "all", **targets}
     return save_run(folder / "run", values, ("global",))
 

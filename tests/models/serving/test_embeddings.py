@@ -65,7 +65,7 @@ def test_vectors_of_mixed_requests_are_plain_peft_s(tiny_bert, tmp_path, monkeyp
         "model": str(tiny_bert),
         "layers": "all",
         "rank": 4,
-        "recipe": "fedpriv" if normalize else "dp-lora-paper",
+        "recipe": "fedpriv" if normalize else "per-sample",
     }
     run = save_run(tmp_path / "run", values, NAMES)
     tokenizer = load_tokenizer(str(tiny_bert))

@@ -239,7 +239,7 @@ def test_folders_that_hold_nothing_to_serve_are_named(run, tmp_path):
 
 
 def test_whole_weights_are_not_served(tiny_bert, tmp_path):
-    values = {"model": str(tiny_bert), "layers": "last-1", "aggregation": "t-fedavg", "recipe": "dp-lora-paper"}
+    values = {"model": str(tiny_bert), "layers": "last-1", "aggregation": "t-fedavg", "recipe": "per-sample"}
     with pytest.raises(InputError, match=r"t-fedavg"):
         find(save_run(tmp_path / "run", values, ("global",)))
 

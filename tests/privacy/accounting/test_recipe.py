@@ -47,7 +47,7 @@ def exact_gaussian(epsilon, delta):
 
 
 def federation(sizes=SIZES, *, equal=False, participation=1.0):
-    weights = [client_weight(size, equal=equal) for size in sizes]
+    weights = [client_weight(size, "records" if equal else "root-records") for size in sizes]
     return WeightedClients(sizes=sizes, weights=weights, participation=participation)
 
 

@@ -213,7 +213,7 @@ def test_the_default_recipe_takes_it_and_no_noise_of_another_kind():
     assert (config.recipe, config.head_start, config.learning_rate) == ("fedpriv", True, "auto")
     assert config == dataclasses.replace(parse({}), mechanism="discrete-gaussian")
     lmo = {"mechanism": "lmo", "mechanism_parameters": "noise.json", "noise_multiplier": 1.0}
-    assert parse(lmo).recipe == "dp-lora-paper"
+    assert parse(lmo).recipe == "per-sample"
     with pytest.raises(InputError, match="needs mechanism = gaussian, not lmo"):
         parse({**lmo, "recipe": "fedpriv"})
 

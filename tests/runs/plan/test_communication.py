@@ -314,6 +314,7 @@ def test_the_command_gives_the_librarys_counts(shapes, rows):
     arguments = ["--model", "gpt2", "--rank", "4", "--targets", "c_attn", "--targets", "c_fc", "--clients", "3"]
     result = json.loads(invoke(*arguments, "--rounds", "7", "--compare-paper", "--json"))
     expected = count(shapes["gpt2"], rank=4, targets=("c_attn", "c_fc"), num_clients=3, num_rounds=7)
+    assert result.pop("paper_finding").startswith("0 of 24 overheads")
     paper_rows = result.pop("paper_rows")
     assert result == json.loads(json.dumps(asdict(expected)))
     assert paper_rows == json.loads(json.dumps([asdict(row) for row in rows]))
@@ -323,7 +324,7 @@ def test_the_commands_text_fits_a_terminal():
     text = invoke("--model", "llama-7b", "--rank", "512", "--compare-paper")
     assert max(map(len, text.splitlines())) <= 120
     assert "6,738,415,616" in text
-    assert "0 of 24 figures" in text
+    assert "\n0 of 24 overheads that the paper prints follow from its formula" in text
 
 
 def test_the_command_needs_a_model_or_the_comparison():

@@ -210,13 +210,13 @@ def test_the_page_leads_with_what_was_bought_and_folds_theorem_1(write_run: Writ
     places = [tiles.index(words) for words in order]
     assert places == sorted(places)
     text = (run_dir / "report.html").read_text()
-    assert text.index("<details><summary>Theorem 1 of DP-LoRA") < text.index("ε so far, rho view") < text.index("<ul>")
+    assert text.index("<details><summary>The rho view") < text.index("ε so far, rho view") < text.index("<ul>")
     assert "Bytes in each round" in text, "one reply failed"
     edit_csv(run_dir / "rounds.csv", bytes_up="100", bytes_down="100")
     assert "Bytes in each round" not in write_report(run_dir).read_text()
     summary = json.loads((run_dir / "summary.json").read_text())
     (run_dir / "summary.json").write_text(json.dumps(summary | {"privacy_view": "rho"}))
-    assert "<details open><summary>Theorem 1 of DP-LoRA" in write_report(run_dir).read_text()
+    assert "<details open><summary>The rho view" in write_report(run_dir).read_text()
 
 
 def test_a_paper_gets_the_sentence_the_table_and_plots_with_named_axes(write_run: WriteRun, tmp_path: Path) -> None:
