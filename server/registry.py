@@ -26,7 +26,7 @@ from fedpriv.models.dedup.pipeline import validation_digest
 from fedpriv.models.dedup.planning import DedupSettings
 from fedpriv.models.dedup.work import Evaluators
 from fedpriv.models.variants import folders
-from fedpriv.models.variants.composition import History, Upload, client_ancestors, global_ancestors, uploads_of
+from fedpriv.models.variants.composition import History, Upload, uploads_of
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.views import Release
@@ -234,3 +234,19 @@ def _recurrence_summary(config: RunConfig, clusters: Iterable[RecurringVariants]
         for cluster in clusters
     ]
     return {"epsilon": config.integral_epsilon, "mean": mean if entries else None, "clusters": entries}
+
+
+def global_ancestors(
+    uploads: Iterable[Upload], run: str, round_: int, warm_start: frozenset[Upload] = frozenset()
+) -> frozenset[Upload]:
+    """The ancestors of a run's global model after a round: all uploads up to it, and those of its warm start."""
+    return warm_start | {upload for upload in uploads if upload.run == run and upload.round <= round_}
+
+
+def client_ancestors(
+    uploads: Iterable[Upload], run: str, round_: int, data_set: str, warm_start: frozenset[Upload] = frozenset()
+) -> frozenset[Upload]:
+    """The ancestors of a client's own variant of a round: all uploads of earlier rounds, and its own of this one."""
+    of_run = [upload for upload in uploads if upload.run == run]
+    own = {upload for upload in of_run if upload.round == round_ and upload.data_set == data_set}
+    return warm_start | own | {upload for upload in of_run if upload.round < round_}

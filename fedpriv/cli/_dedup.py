@@ -10,8 +10,8 @@ import itertools
 import secrets
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -47,27 +47,24 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
 
 Folder = Annotated[Path, typer.Argument(help="Folder with a folder for each variant, each with a variant.json.")]
+
+
+def _named(known: str, text: str, *, check: bool = True) -> Any:
+    """An option that takes one of the library's names."""
+    return typer.Option(click_type=OneOf(f"fedpriv.models.dedup{known}", check=check), help=text)
+
+
 Strategy = Annotated[
-    str,
-    typer.Option(
-        click_type=OneOf("fedpriv.models.dedup:Strategy"),
-        help="One base for each variant; several; or several, which may themselves have bases.",
-    ),
+    str, _named(":Strategy", "One base for each variant; several; or several, which may themselves have bases.")
 ]
 Fairness = Annotated[
     str,
-    typer.Option(
-        click_type=OneOf("fedpriv.models.dedup:Fairness"),
-        help="Keep the order of epsilons by cutting every bound, or by giving up variants that would overtake others.",
+    _named(
+        ":Fairness",
+        "Keep the order of epsilons by cutting every bound, or by giving up variants that would overtake others.",
     ),
 ]
-Algorithm = Annotated[
-    str,
-    typer.Option(
-        click_type=OneOf("fedpriv.models.dedup.algorithms:METHODS", check=False),
-        help="The search for blocks to replace; or lossless.",
-    ),
-]
+Algorithm = Annotated[str, _named(".algorithms:METHODS", "The search for blocks to replace; or lossless.", check=False)]
 EpsilonBound = Annotated[
     float | None, typer.Option(help="By how much epsilon may rise; by default each variant's own bound.", min=0)
 ]
@@ -84,9 +81,12 @@ UtilityBound = Annotated[
     float | None, typer.Option(help="By how much accuracy may drop; by default each variant's own bound.", min=0, max=1)
 ]
 
+# Test records of a run for validation, their seed, and how saliency is measured on them.
+_BY_DEFAULT = None, None, "gradient"
+
 _COLUMNS = (
     *("name", "bytes_own", "num_blocks", "num_shared", "epsilon_before", "epsilon_after"),
-    *("accuracy", "perplexity", "bases"),
+    *("accuracy", "perplexity", "acceptance", "bases"),
 )
 
 
@@ -131,22 +131,33 @@ def plan(
 
 @app.command()
 def run(
+    ctx: typer.Context,
     folder: Folder,
     store: StorePath,
     evaluator: Annotated[
         str,
         typer.Option(
-            help="MODULE:FUNCTION that returns a fedpriv.models.dedup.Evaluator, or {variant: Evaluator}; by default "
-            "the run's."
+            help="MODULE:FUNCTION that returns a fedpriv.models.dedup.Evaluator, or {variant: Evaluator}; or the "
+            "folder of a run, which has a test set; by default that of the run beside the variants."
         ),
     ] = "",
     algorithm: Algorithm = "drd",
     block_size: Annotated[
-        int | None, typer.Option(help="Values in a block; by default as fits the smallest model.", min=1)
+        int | None,
+        typer.Option(help="Values in a block; by default the store's, or as fits the smallest model.", min=1),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option("-o", help="key=value, an option of the algorithm; may be repeated.")
+        list[str] | None,
+        typer.Option("-o", help="key=value, an option of the algorithm, or cutoff=NUM of private validation; repeats."),
     ] = None,
+    acceptance: Annotated[
+        str, _named(".planning:Acceptance", "By a proof; or, unproven, by what the records of the search lose.")
+    ] = "proof",
+    saliency: Annotated[
+        str, _named(".saliency:MEASURES", "As a run measures it; a FUNCTION has its own.")
+    ] = "gradient",
+    aggregation: Annotated[str, _named(".saliency:AGGREGATIONS", "Of a block's saliency.")] = "l2",
+    distance: Annotated[str, _named(".distance:METRICS", "Of blocks.")] = "l2",
     strategy: Strategy = "single",
     fairness: Fairness = "bounds",
     epsilon_bound: EpsilonBound = None,
@@ -178,48 +189,46 @@ def run(
     from fedpriv.config import parse_overrides
     from fedpriv.models.dedup import pipeline
     from fedpriv.models.dedup.algorithms import LOSSLESS
-    from fedpriv.models.variants import folders
     from fedpriv.models.variants.store import Store
     from fedpriv.runs import RunWriter
-    from fedpriv.runs.files import CONFIG, STORE, STORED_ANSWERS
+    from fedpriv.runs.files import STORE, STORED_ANSWERS
 
+    adding = ctx.info_name == "add"
     described = _described(folder, epsilon_bound, utility_bound)
-    variants, where = list(described.values()), {variant.name: path for path, variant in described.items()}
-
-    def read(name: str) -> dict[str, Any]:
-        return folders.read_tensors(where[name])
-
+    variants, read = list(described.values()), _reader(described)
+    options = parse_overrides(option or [])
     settings = _settings(
         strategy=strategy,
         fairness=fairness,
         max_distance=max_distance,
         algorithm=algorithm,
-        block_size=block_size or _fitting(variants, read),
-        options=parse_overrides(option or []),
+        aggregation=aggregation,
+        metric=distance,
+        acceptance=acceptance,
+        cutoff=options.pop("cutoff", None),
+        block_size=block_size or _fitting(variants, read, store),
+        options=options,
     )
-    validates = algorithm != LOSSLESS
-    if not validates and (evaluator, validation_records, seed) != ("", None, None):
-        raise InputError(f"evaluator, validation_records, seed: algorithm = {algorithm!r} validates nothing")
-    if evaluator and (validation_records, seed) != (None, None):
-        raise InputError("validation_records, seed: are for a run's own test set; an --evaluator chooses its records")
-    run_folder = folder.absolute().parent
-    if validates and not evaluator and not (run_folder / CONFIG).exists():
-        raise InputError(f"folder = {str(folder)!r}: is not the variants of a run; give an --evaluator for them")
+    chosen = validation_records, seed, saliency
+    if algorithm == LOSSLESS and (evaluator, *chosen) != ("", *_BY_DEFAULT):
+        raise InputError(f"evaluator, validation_records, seed, saliency: algorithm = {algorithm!r} validates nothing")
     with _shown(quiet=as_json) as observer:
         pipeline.check(variants, read, store, settings)
-        evaluators, evaluation = {}, ""
-        if validates:
-            judge = result_of("evaluator", evaluator) if evaluator else _of_run(run_folder, validation_records, seed)
-            given = judge if isinstance(judge, Mapping) else dict.fromkeys(where, judge)
-            evaluators = {name: each for name, each in given.items() if name in where}
-            evaluation = evaluator or judge.description
+        judged = ({}, "", None) if algorithm == LOSSLESS else _evaluators(folder, variants, evaluator, chosen)
+        evaluators, evaluation, judge = judged
         with _private_queries(evaluators, validation_epsilon, ledger) as private, Store(store) as opened:
             outcomes = pipeline.deduplicate(
-                variants, read, evaluators, opened, settings, private=private, evaluation=evaluation, observer=observer
+                variants,
+                read,
+                evaluators,
+                opened,
+                settings,
+                private=private,
+                evaluation=evaluation,
+                observer=observer,
+                adding=adding,
             )
-            answers = []
-            if validates and not evaluator:
-                answers = judge.answers_side_by_side(outcomes, read, opened.tensors)
+            answers = judge.answers_side_by_side(outcomes, read, opened.tensors) if judge else []
             summary = {
                 "compression_ratio": opened.compression_ratio,
                 "bytes_stored": opened.bytes_stored,
@@ -229,6 +238,7 @@ def run(
                 "variants": [asdict(outcome) for outcome in outcomes],
                 "answers": [asdict(answer) for answer in answers],
             }
+    run_folder = folder.absolute().parent
     if store.absolute() == run_folder / STORE:
         RunWriter(run_folder).write_answers(answers, STORED_ANSWERS)
     lines = [_line(outcome) for outcome in outcomes]
@@ -237,6 +247,14 @@ def run(
         lines.append(f"  after:  {_short(each.after)}")
     lines.append(f"{summary['bytes_stored']} of {summary['bytes_logical']} bytes stored")
     show(summary, lines, as_json)
+
+
+app.command(
+    "add",
+    help="Store variants that came later: each takes blocks of one that the store holds whole, or of the others.\n\n"
+    "What is stored already stays as it is. The options are those of `run`.\n\n"
+    "Example: fedpriv dedup add later/variants store --evaluator RUN",
+)(run)
 
 
 @command(app, "import")
@@ -279,11 +297,8 @@ def import_(
             raise InputError(f"ADAPTER = {str(path)!r}: another is named {described.name!r} too; rename its folder")
         where[described.name], found[described.name] = path, (described, reason)
     variants = [described for described, _ in found.values()]
-
-    def read(name: str) -> dict[str, Any]:
-        return folders.read_tensors(where[name])
-
-    settings = _settings(algorithm=LOSSLESS, block_size=_fitting(variants, read))
+    read = _reader({path: found[name][0] for name, path in where.items()})
+    settings = _settings(algorithm=LOSSLESS, block_size=_fitting(variants, read, store))
     pipeline.check(variants, read, store, settings)
     with Store(store) as opened:
         outcomes = pipeline.deduplicate(variants, read, {}, opened, settings)
@@ -376,22 +391,44 @@ def list_(store: StorePath) -> Result:
 def remove(
     store: StorePath,
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of the variants.")],
+    originals: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the variants as they were: those with blocks of a base may look for another one."),
+    ] = None,
+    evaluator: Annotated[str, typer.Option(help="As of `fedpriv dedup run`, to validate them.")] = "",
+    algorithm: Algorithm = "drd",
 ) -> Result:
-    """Remove variants, but no base of one that stays; `gc` then frees the space that only they used.
+    """Remove variants; `gc` then frees the space that only they used.
+
+    Blocks of a base that others hold stay, with its description, which their epsilons count. With --originals these are
+    deduplicated again with another base, if that takes fewer bytes.
 
     Example: fedpriv dedup remove store client-2 client-3
+
+    Example: fedpriv dedup remove store round-10 --originals RUN/variants
     """
+    from fedpriv.models.dedup import pipeline
     from fedpriv.models.variants import stored
     from fedpriv.models.variants.store import Store
 
     _check_store(store)
     with Store(store) as opened:
-        stored.remove(opened, names)
+        rebased = []
+        if originals:
+            described = {p: v for p, v in _described(originals, None, None).items() if v.name in opened.names}
+            variants, read = list(described.values()), _reader(described)
+            size = _fitting(variants, read, store)
+            settings = _settings(algorithm=algorithm, fairness="outcome", block_size=size)
+            evaluators, evaluation, _ = _evaluators(originals, variants, evaluator)
+            rebased = pipeline.rebase(opened, names, variants, read, evaluators, settings, evaluation=evaluation)
+        else:
+            opened.remove(*names)
         left, kept_values = opened.names, stored.kept_for_others(opened, names)
-    lines = [f"{len(left)} variants left: {', '.join(left) or 'none'}"]
+    lines = [f"{len(left)} variants left: {', '.join(left) or 'none'}", *map(_line, rebased)]
     for name, others in kept_values.items():
-        lines.append(f"note: the values of {name} stay in the store, since {', '.join(others)} are restored with them")
-    return Result({"removed": names, "left": left, "kept_for_others": kept_values}, lines)
+        lines.append(f"note: values of {name} stay in the store, since {', '.join(others)} hold them")
+    changed = [outcome.name for outcome in rebased]
+    return Result({"removed": names, "left": left, "rebased": changed, "kept_for_others": kept_values}, lines)
 
 
 @command(app)
@@ -411,10 +448,27 @@ def gc(store: StorePath) -> Result:
     return Result(values, [f"{num_blocks} blocks dropped, {freed} bytes given back, {left} left"])
 
 
-def _of_run(run: Path, num_records: int | None, seed: int | None) -> Any:
+def _evaluators(
+    folder: Path,
+    variants: Sequence[Described],
+    evaluator: str,
+    chosen: tuple[int | None, int | None, str] = _BY_DEFAULT,
+) -> tuple[dict[str, Evaluator], str, Any]:
+    """{variant: its evaluator}, what it is called, and that of a run, which can show answers."""
     from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
+    from fedpriv.runs.files import CONFIG
 
-    return AdapterEvaluator.of_run(run, num_records=num_records, seed=seed)
+    run, names = Path(evaluator) if evaluator else folder.absolute().parent, [variant.name for variant in variants]
+    if (run / CONFIG).is_file():
+        judge = AdapterEvaluator.of_run(run, *chosen)
+        return dict.fromkeys(names, judge), judge.description, judge
+    if not evaluator:
+        raise InputError(f"folder = {str(folder)!r}: is not the variants of a run; give an --evaluator for them")
+    if chosen != _BY_DEFAULT:
+        raise InputError("validation_records, seed, saliency: are for a run's own test set; an --evaluator has its own")
+    found = result_of("evaluator", evaluator)
+    given = found if isinstance(found, Mapping) else dict.fromkeys(names, found)
+    return {name: each for name, each in given.items() if name in names}, evaluator, None
 
 
 def _short(text: str) -> str:
@@ -445,14 +499,18 @@ def _epsilon(epsilon: float, origin_known: bool) -> str:
 def _utility(outcome: Outcome) -> str:
     """Its loss in words, of accuracy or of perplexity; empty if its records are private or nothing was proven."""
     from fedpriv.models.variants.blocks import perplexity
+    from fedpriv.models.variants.stored import UNPROVEN
     from fedpriv.runs.figures import format_bound
 
     before, after = outcome.utility_before, outcome.utility_after
-    if before is None or after is None or outcome.loss_limit is None:
-        return ""
+    proves = outcome.acceptance == "proof"
+    if before is None or after is None or (outcome.loss_limit is None and proves):
+        return "" if proves else f"{UNPROVEN} ({outcome.acceptance}), "
     figures = f"accuracy {before:.4f} to {after:.4f}"
     if outcome.utility != "accuracy":
         figures = f"perplexity {perplexity(before):.2f} to {perplexity(after):.2f}"
+    if outcome.loss_limit is None:
+        return f"{figures} of the {outcome.num_records} records of the search, {UNPROVEN} ({outcome.acceptance}), "
     most = f"at most {format_bound(outcome.loss_limit)}" if outcome.loss_limit > 0 else "none"
     return f"{figures} of {outcome.num_records} records, a loss of {most}, "
 
@@ -482,10 +540,24 @@ def _described(folder: Path, epsilon_bound: float | None, utility_bound: float |
     return described
 
 
-def _fitting(variants: Iterable[Described], read: Callable[[str], Mapping[str, Any]]) -> int:
-    """The block size that fits the smallest of the architectures."""
-    from fedpriv.models.variants.blocks import fitting_block_size
+def _reader(described: Mapping[Path, Described]) -> Callable[[str], dict[str, Any]]:
+    """Reads the tensors of a variant by its name."""
+    from fedpriv.models.variants import folders
 
+    where = {variant.name: path for path, variant in described.items()}
+    return lambda name: folders.read_tensors(where[name])
+
+
+def _fitting(variants: Sequence[Described], read: Callable[[str], Mapping[str, Any]], store: Path) -> int:
+    """The block size of what a store holds, or that which fits the smallest of the architectures."""
+    from fedpriv.files import is_free
+    from fedpriv.models.variants.blocks import fitting_block_size
+    from fedpriv.models.variants.store import Store
+
+    if not is_free(store):
+        with Store(store, read_only=True) as opened:
+            if opened.names:
+                return opened.manifest(opened.names[0]).layout.block_size
     models = [read(name) for name in {variant.architecture: variant.name for variant in variants}.values()]
     return min(fitting_block_size(t.size for t in model.values() if t.dtype == "float32") for model in models)
 
@@ -544,19 +616,20 @@ def _registered(ledger: Ledger, evaluator: Evaluator) -> DataSet:
 def _shown(*, quiet: bool) -> Iterator[Observer]:
     """Show on stderr, within this context, what the observer is told; Ctrl-C ends it in one line and exit code 130."""
     last: list[Progress] = []
+    rewrites = sys.stderr.isatty()
 
-    def line(progress: Progress) -> None:
-        if progress.stored and not quiet:
-            typer.echo(_progress_line(progress), err=True)
+    def observer(progress: Progress) -> None:
+        last[:] = [progress]
+        if not quiet and (rewrites or progress.stored):
+            line = _progress_line(progress)
+            typer.echo(
+                f"\r\x1b[K{line}" if rewrites else line,
+                err=True,
+                nl=not rewrites or progress.num_stored == progress.num_variants,
+            )
 
     try:
-        with _rewritten_line() if sys.stderr.isatty() and not quiet else nullcontext(line) as update:
-
-            def observer(progress: Progress) -> None:
-                last[:] = [progress]
-                update(progress)
-
-            yield observer
+        yield observer
     except KeyboardInterrupt:
         stored = f"{last[0].num_stored} of {last[0].num_variants} variants are stored" if last else "nothing is stored"
         typer.echo(f"interrupted: {stored}; the same command goes on from there", err=True)
@@ -572,20 +645,6 @@ def _progress_line(progress: Progress) -> str:
         "estimating the time left" if left is None else f"{timedelta(seconds=round(left))} left",
     ]
     return " | ".join(parts)
-
-
-@contextmanager
-def _rewritten_line() -> Iterator[Observer]:
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = TextColumn("{task.description}"), TimeElapsedColumn(), BarColumn(bar_width=24)
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("preparing", total=None)
-        yield lambda progress: bar.update(
-            task, description=_progress_line(progress), completed=progress.num_stored, total=progress.num_variants
-        )
 
 
 def _check_store(store: Path) -> None:

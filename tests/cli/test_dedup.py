@@ -1,5 +1,6 @@
 """`fedpriv dedup` on variants of a small linear model: plan, run, restore, verify, and one line for what is wrong."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from fedpriv.learning.adapters import quiet_transformers
 from fedpriv.models.dedup.distance import nearest
+from fedpriv.models.dedup.planning import cost_of
 from fedpriv.models.publishing import saved
 from fedpriv.models.serving.http.cards import Cards
+from fedpriv.models.variants.store import Store
+from fedpriv.models.variants.stored import StoredVariants
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import PureEpsilon
 from fedpriv.privacy.accounting.views import Release
@@ -215,8 +219,6 @@ def test_a_base_goes_with_its_targets_and_gc_gives_its_space_back(study, tmp_pat
     assert 0.9 < listed["round-14"]["accuracy"] <= 1
     assert f"  {base}" in fedpriv("dedup", "list", store)[0]
     before = out_of(store, tmp_path, "round-14")
-    message = fedpriv("dedup", "remove", store, base, "round-12", code=2)[1]
-    assert message == f"error: name = {base!r}: is a base of round-14, whose epsilon counts it; remove these as well\n"
     assert "error: model = 'x': not in" in fedpriv("dedup", "remove", store, "round-12", "x", code=2)[1]
     assert len(as_json("dedup", "list", store)["variants"]) == 3, "a refused removal removes nothing"
     assert as_json("dedup", "remove", store, "round-12")["left"] == ["round-10", "round-14"]
@@ -225,7 +227,90 @@ def test_a_base_goes_with_its_targets_and_gc_gives_its_space_back(study, tmp_pat
     assert listed["round-12"]["bytes_own"] == first["bytes_stored"] - freed["bytes_stored"]
     assert as_json("dedup", "gc", store)["bytes_freed"] == 0
     assert out_of(store, tmp_path, "round-14") == before
-    assert as_json("dedup", "remove", store, base, "round-14")["left"] == []
+    removed = as_json("dedup", "remove", store, base)
+    assert (removed["left"], removed["kept_for_others"]) == (["round-14"], {base: ["round-14"]})
+    as_json("dedup", "gc", store)
+    assert out_of(store, tmp_path, "round-14") == before, "the blocks that it holds stay"
+    assert "1 variants, all sound" in fedpriv("dedup", "verify", store)[0]
+    assert "its description alone is kept" in fedpriv("dedup", "restore", store, base, "--out", "o", code=2)[1]
+    with Store(store, read_only=True) as opened:
+        described = [opened.describe(name) for name in ("round-14", base)]
+    assert epsilon_after(described) == pytest.approx(listed["round-14"]["epsilon_after"]), "its epsilon counts the base"
+    assert as_json("dedup", "remove", store, "round-14")["left"] == []
+    with Store(store) as opened:
+        assert opened._index.models == {}, "with the last holder of its blocks a base is forgotten"
+    as_json("dedup", "run", "variants", store, *RUN, "--utility-bound", "0.014", folder=study)
+
+
+def epsilon_after(described) -> float:
+    return cost_of(described).guarantee.epsilon
+
+
+def test_a_later_variant_takes_blocks_of_one_that_is_stored(study, tmp_path):
+    store, later = tmp_path / "store", tmp_path / "later"
+    first, third = tmp_path / "first", tmp_path / "third"
+    for name, folder in (("round-10", first), ("round-12", later), ("round-14", third)):
+        shutil.copytree(study / "variants" / name, folder / name)
+    add = ["--evaluator", "study:evaluator", "-o", "min_batch=1", "--fairness", "outcome"]
+    fedpriv("dedup", "run", first, store, *RUN, folder=study)
+    before = out_of(store, tmp_path, "round-10")
+    for folder in (later, third, third):  # the last one is there already
+        done = as_json("dedup", "add", folder, store, *add, folder=study)
+    (outcome,) = done["variants"]
+    assert (outcome["bases"], outcome["num_replaced"] > 0) == (["round-10"], True)
+    assert outcome["epsilon_after"] <= outcome["epsilon_before"] + 0.3
+    assert out_of(store, tmp_path, "round-10") == before
+    again = as_json("dedup", "run", "variants", tmp_path / "at-once", *RUN, folder=study)
+    at_once = {each["name"]: each for each in again["variants"]}["round-14"]
+    assert (outcome["num_replaced"], outcome["epsilon_after"]) == (at_once["num_replaced"], at_once["epsilon_after"])
+
+
+def test_variants_of_a_removed_base_take_blocks_of_another_where_that_takes_fewer_bytes(study, tmp_path):
+    store = tmp_path / "store"
+    fedpriv("dedup", "run", "variants", store, *RUN, "--utility-bound", "0.3", folder=study)
+    (base,) = {row["bases"][0] for row in as_json("dedup", "list", store)["variants"] if row["bases"]}
+    options = ["--originals", "variants", "--evaluator", "study:evaluator", "--algorithm", "greedy"]
+    for name in ("kept", "rebased"):
+        shutil.copytree(store, tmp_path / name)
+    as_json("dedup", "remove", tmp_path / "kept", base)
+    done = as_json("dedup", "remove", tmp_path / "rebased", base, *options, folder=study)
+    sizes = {name: as_json("dedup", "gc", tmp_path / name)["bytes_stored"] for name in ("kept", "rebased")}
+    assert sizes["rebased"] < sizes["kept"]
+    assert done["rebased"] == ["round-12", "round-14"]
+    assert "2 variants, all sound" in fedpriv("dedup", "verify", tmp_path / "rebased")[0]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    shutil.copytree(study / "variants" / base, tmp_path / "only" / base)
+    options[1] = tmp_path / "only"
+    assert as_json("dedup", "remove", tmp_path / "store", base, *options, folder=study)["rebased"] == []
+    base, private = "round-12", ["--originals", "variants", "--evaluator", "study:private"]
+    assert "its records are private" in fedpriv("dedup", "remove", store, base, *private, folder=study, code=2)[1]
+
+
+@pytest.mark.parametrize("cutoff", [0, 3])
+def test_what_was_accepted_without_a_proof_says_so_wherever_it_is_shown(study, tmp_path, cutoff):
+    rule, store = ["--acceptance", "empirical"], tmp_path / "store"
+    if cutoff:
+        with Ledger(tmp_path / "ledger.sqlite") as ledger:
+            ledger.register("clinic", 1500, 1e-5, data_set="validation")
+        rule = ["-o", f"cutoff={cutoff}", "--evaluator", "study:private", "--validation-epsilon", "8"]
+        rule += ["--ledger", tmp_path / "ledger.sqlite", "--epsilon-bound", "20"]
+    out, _ = fedpriv("dedup", "run", "variants", store, *RUN, *rule, "--utility-bound", "0.2", folder=study)
+    name = "sparse vector" if cutoff else "empirical"
+    changed = [line for line in out.splitlines() if "blocks replaced" in line and ": 0 of" not in line]
+    assert changed
+    assert all(f"unproven ({name})" in line for line in changed)
+    listed = as_json("dedup", "list", store)["variants"]
+    assert {row["acceptance"] for row in listed if row["bases"]} == {name}
+    outcomes = [Store(store, read_only=True).manifest(row["name"]).outcome for row in listed]
+    table = StoredVariants(outcomes=tuple(outcomes), lossless=False, bytes_stored=1, bytes_logical=1).variant_table()
+    assert [row[5] == "unproven" for row in table.rows] == [row["bases"] != [] for row in listed]
+    for refused in (["--acceptance", "empirical", "--evaluator", "study:private"], ["-o", "cutoff=3"]):
+        terms = ["--validation-epsilon", "1", "--ledger", tmp_path / "l"] if len(refused) > 2 else []
+        Ledger(tmp_path / "l").close()
+        assert (
+            "error: "
+            in fedpriv("dedup", "run", "variants", tmp_path / "no", *RUN, *refused, *terms, folder=study, code=2)[1]
+        )
 
 
 def out_of(store, folder, name) -> bytes:

@@ -23,7 +23,6 @@ from fedpriv.models.dedup.planning import cost_of
 from fedpriv.models.dedup.validation import proof_records
 from fedpriv.models.variants import folders, stored_in
 from fedpriv.models.variants.store import Store
-from fedpriv.models.variants.stored import remove
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs._writer import RunWriter
@@ -209,7 +208,7 @@ def test_a_resumed_run_goes_on_with_its_store_and_makes_that_of_other_variants_a
     assert repeated() == 0, "all is stored already"
     last = next(name for name, manifest in whole.items() if manifest["bases"])
     with Store(folder / "store") as store:
-        remove(store, [last])
+        store.remove(last)
     assert 0 < repeated() <= 1 + whole[last]["outcome"]["num_validations"] * 2
     assert manifests(folder) == whole
     path = folder / "variants" / "round-1"

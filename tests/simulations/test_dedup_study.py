@@ -240,12 +240,23 @@ def test_texts_without_their_files_are_refused_in_one_line(tmp_path):
         data.embedded(tmp_path, "medquad", "parts")
 
 
-def test_encoded_texts_keep_their_labels_and_splits_share_none(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["A1", "A2", "A3", "B1"])
+def test_a_scenario_alone_encodes_all_that_its_models_start_from(name, tmp_path, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(train, "in_processes", lambda _, tasks, jobs: encoded.extend(tasks) or ())
+    for writes in ("_write_missing", "write_scenario"):
+        monkeypatch.setattr(train, writes, lambda *_: None)
+    train.train_all(tmp_path, [SCENARIOS[name]], data=tmp_path)
+    assert encoded == ["sst2", "medquad"]
+
+
+def test_encoded_texts_keep_their_labels_and_splits_share_none(tmp_path, monkeypatch, capsys):
     rows = [(f"this is film number {index}", index % 2) for index in range(40)]
     with gzip.open(tmp_path / "sst2_train.csv.gz", "wt") as file:
         file.write("text,label\n" + "".join(f"{text},{label}\n" for text, label in [*rows, rows[0]]))
     monkeypatch.setitem(data.TEXT_SIZES, "sst2", {"public": 4, "test": 6, "parts": 30})
     data.prepare(tmp_path, tmp_path, "sst2")
+    assert "sst2: 40 of 40 texts are encoded" in capsys.readouterr().out
     found = {split: data.embedded(tmp_path, "sst2", split) for split in ("public", "test", "parts")}
     vectors = torch.cat([each.inputs for each in found.values()])
     assert len(torch.unique(vectors, dim=0)) == 40, "a text is in two splits"

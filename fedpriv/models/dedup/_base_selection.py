@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fedpriv.models.variants.composition import Claim, Guarantee, basic
+from fedpriv.models.variants.composition import Guarantee
 
 Strategy = Literal["single", "multi", "cross"]
 """The number of bases: one for each variant, several, or several which may themselves have bases."""
@@ -115,14 +115,6 @@ def metadata_distance(one: Candidate, other: Candidate) -> float:
     return apart + (len(one.tags ^ other.tags) / len(tags) if tags else 1.0)
 
 
-def basic_cost(target: Candidate, bases: Sequence[Candidate]) -> Guarantee:
-    """Basic composition (Theorem 4.1): epsilons on the same data add up, disjoint data give the maximum."""
-    return basic(
-        Claim(name=each.name, data_sets=each.data_sets, epsilon=each.epsilon, delta=each.delta)
-        for each in (target, *bases)
-    )
-
-
 def own_limits(variant: Candidate) -> VariantLimits:
     """The limits set by the variant's own bounds."""
     return VariantLimits(
@@ -175,13 +167,13 @@ def worthwhile_bases(num_variants: int) -> int:
 
 def select_bases(
     variants: Iterable[Candidate],
+    cost: Cost,
     *,
     strategy: Strategy = "single",
     fairness: Fairness = "bounds",
-    distance: Distance = metadata_distance,
     max_distance: float = MAX_DISTANCE,
-    cost: Cost = basic_cost,
     most_bases: Callable[[int], int] | None = None,
+    stored: Mapping[str, bool] | None = None,
 ) -> Selection:
     """Bases for every target, chosen greedily; a variant is left as it is if no base meets its bound.
 
@@ -190,43 +182,46 @@ def select_bases(
 
     Args:
         variants: with distinct names.
+        cost: compared with the epsilon bounds.
         strategy: `single`, Algorithm 3: one base for each target, and no base is a target. `multi`: bases are added
             as long as the bound is met. `cross`: in addition, a target may serve as a base and then brings all its
             originals with it.
         fairness: `bounds` tightens every limit by `fair_limits`, which holds whatever happens to the others.
             `outcome` keeps each variant's own epsilon bound and drops targets until no epsilon overtakes another: it
             can deduplicate variants whose epsilons are close and all rise by the same amount.
-        distance: between the metadata of two variants.
-        cost: compared with the epsilon bounds.
         most_bases: for `multi`, how many bases a cluster of so many variants may have; by default as many as the bounds
             allow, as in the paper.
+        stored: {variant that stays as it is stored: whether it is whole}. The others arrive later: each looks for bases
+            among those that are whole and those of its batch that found none (section 6, Algorithm 2).
 
     Raises:
         ValueError: two variants have the same name, or the strategy or fairness is unknown.
 
     Source: Guan et al. 2025, Algorithms 1 to 3 and Section 5.1.2.
     """
-    ordered = sorted(variants, key=_by_epsilon)
+    ordered, stored = sorted(variants, key=_by_epsilon), stored or {}
     if len({variant.name for variant in ordered}) < len(ordered):
         raise ValueError("variants: two have the same name")
     for name, value, known in (("strategy", strategy, get_args(Strategy)), ("fairness", fairness, get_args(Fairness))):
         if value not in known:
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(known)}")
-    groups = cluster(ordered, distance, max_distance)
-    chooser = _Chooser(ordered, fairness, distance, cost)
+    groups = cluster(ordered, metadata_distance, max_distance)
+    chooser = _Chooser(ordered, fairness, cost)
     most = [most_bases(len(group)) if most_bases and strategy == "multi" else len(ordered) for group in groups]
     # Computed before any choice is made, as in Algorithm 3.
     dangling = [chooser.candidate_bases(group) for group in groups]
     for group, bases, limit in zip(groups, dangling, most, strict=True):
-        for target, candidates in _within(group, bases, strategy, chooser, limit):
+        for target, candidates in (
+            _arriving(group, bases, stored, chooser) if stored else _within(group, bases, strategy, chooser, limit)
+        ):
             chooser.choose(target, candidates, strategy, limit)
     # Algorithm 3 searches other clusters for unused dangling models only. Where costs are not sums, a model may also
     # find no base within its own cluster, and is treated in the same way.
-    pools = dangling if strategy == "single" else groups
+    pools = dangling if stored or strategy == "single" else groups
     for group, limit in zip(groups, most, strict=True):
-        by_distance = _by_linkage(group, groups, distance)
+        by_distance = _by_linkage(group, groups, metadata_distance)
         for target, index in ((target, index) for target in group for index in by_distance):
-            if chooser.is_free(target):
+            if chooser.is_free(target) and target.name not in stored:
                 candidates = [v for v in pools[index] if v != target]
                 untaken = [v for v in candidates if strategy == "cross" or not chooser.is_target(v)]
                 chooser.choose(target, untaken, strategy, limit)
@@ -237,11 +232,11 @@ def select_bases(
 class _Chooser:
     """The bases chosen so far, and the epsilon of every variant that results from them."""
 
-    def __init__(self, variants: Sequence[Candidate], fairness: Fairness, distance: Distance, cost: Cost) -> None:
+    def __init__(self, variants: Sequence[Candidate], fairness: Fairness, cost: Cost) -> None:
         self.by_name = {variant.name: variant for variant in variants}
         self.bases: dict[str, tuple[str, ...]] = {}
         self._guarantees: dict[tuple[str, tuple[str, ...]], Guarantee] = {}
-        self._distance, self._cost = distance, cost
+        self._cost = cost
         self._limits = {v.name: fair_limits(v, variants) for v in variants}
         if fairness == "outcome":
             self._limits = {
@@ -293,7 +288,7 @@ class _Chooser:
 
         def preference(base: Candidate) -> tuple[float, float, float, str]:
             increased = self.guarantee(target, [base.name])
-            return increased.epsilon, base.epsilon, self._distance(target, base), base.name
+            return increased.epsilon, base.epsilon, metadata_distance(target, base), base.name
 
         chosen: list[str] = []
         for base in sorted(candidates, key=preference):
@@ -358,6 +353,17 @@ def _within(
     else:
         # From the lowest up: a base comes before the targets that use it, so no cycle can arise.
         yield from ((target, group[:index]) for index, target in enumerate(group))
+
+
+def _arriving(
+    group: Sequence[Candidate], whole: list[Candidate], stored: Mapping[str, bool], chooser: _Chooser
+) -> Iterator[tuple[Candidate, Sequence[Candidate]]]:
+    """The variants of a group that arrive later, each with those that are whole by then, which `whole` becomes."""
+    whole[:] = [variant for variant in group if stored.get(variant.name)]
+    for target in group:
+        if target.name not in stored:
+            yield target, whole
+            whole += [] if chooser.is_target(target) else [target]
 
 
 def _by_linkage(group: Sequence[Candidate], groups: Sequence[Sequence[Candidate]], distance: Distance) -> list[int]:

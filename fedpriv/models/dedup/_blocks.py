@@ -50,13 +50,13 @@ def store_by_blocks(work: Work) -> list[Outcome]:
     assignments = costs.selection.assignments
     for name in sorted({each for target, a in assignments.items() for each in (target, *a.bases)}):
         check_has_blocks(name, work.layouts[name])
-    names = [*(name for name in work.variants if name not in assignments), *assignments]
-    watch = work.watch(assignments)
+    names = [*(name for name in work.variants if name not in assignments and name not in work.others), *assignments]
+    watch = work.watch()
     for name in names:
         if name not in work.stored:
             watch.begin(name)
             work.stored[name] = _store(work, costs, name, watch.validated)
-            watch.store(is_target=name in assignments)
+            watch.store()
     return [work.stored[name] for name in names]
 
 
@@ -80,8 +80,7 @@ def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -
         num_replaced=found.num_replaced,
         num_validations=found.num_validations,
         bound=work.bound(name, assignment.limits) if assignment else None,
-        proof=found.validation.proof if found.validation else None,
-        needed=found.validation.needed if found.validation else None,
+        validation=found.validation,
     )
     records = outcome.as_records(**work.digests)
     work.store.add(name, work.layouts[name], found.blocks, extras, described=work.variants[name], **records)
@@ -148,13 +147,16 @@ class _Trial:
     def run(self, search: Callable[..., Any], options: Mapping[str, Any]) -> _Found:
         """Search where that is allowed, and prove of what was found, the least salient first, as much as can be proven.
 
-        The steps are eighths of what was found, or of all blocks without a search.
+        The steps are eighths of what was found, or of all blocks without a search. Where a search alone accepts, what
+        it found is only measured, which is no validation.
         """
         chosen, num_validations = list(range(len(self.order))), 0
         if self.validation.searches:
             result = search(len(self.order), partial(self._ask, self.validation.accept), **options)
             chosen, num_validations = sorted(result.replaced), result.num_validations
         proven: list[int] = []
+        if self.validation.acceptance != "proof":
+            proven, chosen = (chosen if self.validation.proves(self._form(chosen)) else []), []
         for num in dict.fromkeys(math.ceil(len(chosen) * step / _STEPS) for step in range(1, _STEPS + 1) if chosen):
             num_validations += 1
             if not self._ask(self.validation.proves, chosen[:num]):
@@ -164,9 +166,12 @@ class _Trial:
         return _Found(self._replaced(proven), num_shared, num_validations, self.validation)
 
     def _ask(self, question: Callable[[Tensors], bool], positions: Collection[int]) -> bool:
-        answer = question(self.layout.from_blocks(self._replaced(positions), self.extras))
+        answer = question(self._form(positions))
         self.validated()
         return answer
+
+    def _form(self, positions: Collection[int]) -> Tensors:
+        return self.layout.from_blocks(self._replaced(positions), self.extras)
 
     def _replaced(self, positions: Collection[int]) -> NDArray[Any]:
         rows = self.order[sorted(positions)]
@@ -199,7 +204,8 @@ class Costs:
     def of(cls, work: Work) -> Costs:
         """The costs of a deduplication, with bases selected."""
         attempts = work.attempts()
-        return cls(work, plan(list(work.variants.values()), work.settings, attempts, work.known), attempts)
+        selection = plan(list(work.variants.values()), work.settings, attempts, work.known, work.others)
+        return cls(work, selection, attempts)
 
     def originals(self, name: str) -> list[str]:
         """The variants whose blocks this one may hold, directly or indirectly."""
@@ -219,20 +225,13 @@ class Costs:
         expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
         if assignment is None or Counter(charged) <= Counter(expected):
             return assignment
-        variants = {
-            each: candidate(variant, self.work.settings.accountant, self.work.known)
-            for each, variant in self.work.variants.items()
-        }
+        variants = {each: candidate(variant, self.work.known) for each, variant in self.work.variants.items()}
         limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
         cost = self._cost((name, *originals), [*charged, *self.attempts[name]])
         return assignment if cost.guarantee.epsilon <= limit else None
 
     def after(self, name: str, *, is_target: bool) -> PublicationCost:
-        """The cost of the variant once it is stored.
-
-        Args:
-            is_target: whether its bases were used; one with no replaced block has still consulted them.
-        """
+        """The cost of the variant once it is stored; a target with no replaced block has still consulted its bases."""
         names = (name, *self.originals(name)) if is_target else (name,)
         return self._cost(names, self._charged(names) if is_target else [])
 
@@ -245,4 +244,4 @@ class Costs:
         return set(names) & set(self.selection.assignments)
 
     def _cost(self, names: Sequence[str], charges: Sequence[ValidationCharge]) -> PublicationCost:
-        return cost_of([self.work.variants[name] for name in names], self.work.settings.accountant, charges)
+        return cost_of([self.work.variants[name] for name in names], charges)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
 from fedpriv.errors import InputError
+from fedpriv.privacy.mechanisms.svt import CutoffReached
 
 Positions = frozenset[int]
 Accept = Callable[[Positions], bool]
@@ -68,9 +70,10 @@ class Trials:
 
 
 def run_search(accept: Accept, walk: Callable[[Trials], None]) -> BlockSearchResult:
-    """The result of `walk` when it returns."""
+    """The result of `walk` when it returns, or when no further answer is paid for."""
     trials = Trials(accept)
-    walk(trials)
+    with suppress(CutoffReached):
+        walk(trials)
     return trials.result
 
 

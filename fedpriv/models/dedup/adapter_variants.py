@@ -37,6 +37,7 @@ class AdapterEvaluator:
     Args:
         bench: of the run; after each call its model has the same adapter as before, on the pretrained base.
         num_records: number of test records to use, chosen by the seed; 0 uses all.
+        measure: of saliency.
 
     Raises:
         InputError: the run has no test set, or its model trains R alone, so that its variants do not fit it.
@@ -48,7 +49,7 @@ class AdapterEvaluator:
 
     private: PrivateRecords | None = None
 
-    def __init__(self, bench: Workbench, *, num_records: int = 0, seed: int = 0) -> None:
+    def __init__(self, bench: Workbench, *, num_records: int = 0, seed: int = 0, measure: str = "gradient") -> None:
         if not len(bench.test):
             raise InputError("test_data: this run's server has no test set, on which its variants could be validated")
         chosen = np.random.default_rng(seed).permutation(len(bench.test))[: num_records or None]
@@ -60,6 +61,8 @@ class AdapterEvaluator:
         self.num_records = len(self._test)
         self.utility: Utility = "accuracy" if len(self._test.labels) else "log likelihood"
         self.description = f"{self.num_records} of {len(bench.test)} test records, seed {seed}"
+        self.description += f", {measure}" if measure != "gradient" else ""
+        self._measure = saliency.measure(measure)
         # Not only the trained ones: if only B is trained, a variant contains A too.
         by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
         stored = get_peft_model_state_dict(self.model.peft_model)
@@ -70,7 +73,9 @@ class AdapterEvaluator:
         self._parameters = {name: by_address[tensor.data_ptr()] for name, tensor in stored.items()}
 
     @classmethod
-    def of_run(cls, folder: Path, *, num_records: int | None = None, seed: int | None = None) -> AdapterEvaluator:
+    def of_run(
+        cls, folder: Path, num_records: int | None = None, seed: int | None = None, measure: str = "gradient"
+    ) -> AdapterEvaluator:
         """The evaluator of the run in a folder.
 
         Args:
@@ -82,7 +87,8 @@ class AdapterEvaluator:
         """
         config = read_config(folder)
         number = config.dedup_records if num_records is None else num_records
-        return cls(workbench(config), num_records=number, seed=config.seed if seed is None else seed)
+        chosen = config.seed if seed is None else seed
+        return cls(workbench(config), num_records=number, seed=chosen, measure=measure)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -101,14 +107,14 @@ class AdapterEvaluator:
         return found
 
     def saliency(self, tensors: Tensors, records: NDArray[np.int64]) -> Saliency:
-        """The absolute gradient of the loss on these test records."""
+        """How much each value of the adapter matters to the loss on these test records."""
         names = {name: in_model for name, (in_model, _) in self._parameters.items()}
         items = self._test.items(records.tolist())
         # Of similar lengths, since padding costs as much as words.
         batches = [{"index": torch.tensor(records[positions])} for positions in passes_by_length(items)]
         with self._with_adapter(tensors):
-            gradient = saliency.gradient(self.model.peft_model, batches, self._losses, set(names.values()))
-        return {name: gradient[in_model] for name, in_model in names.items()}
+            found = self._measure(self.model.peft_model, batches, self._losses, set(names.values()))
+        return {name: found[in_model] for name, in_model in names.items()}
 
     def answers_side_by_side(
         self, outcomes: Sequence[Outcome], given: Callable[[str], Tensors], stored: Callable[[str], Tensors]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,7 +22,9 @@ from fedpriv.errors import InputError
 from fedpriv.files import is_free
 from fedpriv.models.dedup._blocks import store_by_blocks
 from fedpriv.models.dedup.algorithms import LOSSLESS
-from fedpriv.models.dedup.planning import DedupSettings, check_options, cost_of
+from fedpriv.models.dedup.distance import METRICS
+from fedpriv.models.dedup.planning import Acceptance, DedupSettings, check_options, cost_of
+from fedpriv.models.dedup.saliency import AGGREGATIONS
 from fedpriv.models.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors
 from fedpriv.models.dedup.work import Evaluators, Observer, Outcome, Work
 from fedpriv.models.variants.blocks import BlockLayout, check_has_blocks, layout_of
@@ -54,6 +58,7 @@ def deduplicate(
     private: PrivateQueries | None = None,
     evaluation: str = "",
     observer: Observer | None = None,
+    adding: bool = False,
 ) -> list[Outcome]:
     """Store all variants; each takes as many blocks of others as validation accepts.
 
@@ -77,6 +82,7 @@ def deduplicate(
         private: how private validation records are queried; required if, and only if, an evaluator's are private.
         evaluation: what else decides a validation, such as the evaluator's name and seed; compared with that of
             variants that are stored already.
+        adding: the store holds others, which stay as they are; those of them that took no blocks may be bases.
 
     Returns:
         One for each variant: first those that stay as they are, then the others, each after its bases.
@@ -87,7 +93,7 @@ def deduplicate(
         StoreError: the store cannot be written.
         ValueError: `private` is given without private records, or missing for private records.
     """
-    check_options(settings)
+    check_settings(settings)
     names = [variant.name for variant in variants]
     missing = [name for name in names if name not in evaluators]
     if missing and settings.algorithm != LOSSLESS:
@@ -99,21 +105,88 @@ def deduplicate(
         raise InputError(
             f"evaluators: that of {hidden[0]!r} has likelihoods of private records; give accuracy for these"
         )
+    if private and settings.acceptance != "proof":
+        raise InputError(
+            f"acceptance = {settings.acceptance!r}: would answer on private records without noise; leave it out for a "
+            "proof, or give -o cutoff=3 for the Sparse Vector Technique in a search"
+        )
+    if settings.cutoff and not private:
+        raise InputError("cutoff: ends a search on private records; the evaluator's are public")
     layouts, plan = _layouts_and_plan(variants, read_tensors, settings)
     digests = {PLAN: plan, VALIDATION: validation_digest(own, private, evaluation)}
+    others = _others(store, names) if adding else {}
     work = Work(
-        variants={variant.name: variant for variant in variants},
-        layouts=layouts,
-        read_tensors=read_tensors,
+        variants={variant.name: variant for variant in variants} | others,
+        layouts=layouts | {name: store.manifest(name).layout for name in others},
+        read_tensors=lambda name: store.tensors(name) if name in others else read_tensors(name),
         evaluators=own,
         store=store,
         settings=settings,
         private=private,
         digests=digests,
-        stored={name: Outcome.of(fields) for name, fields in _stored_outcomes(store, layouts, digests).items()},
+        stored=_stored(store, layouts, digests),
+        others={name: not store.manifest(name).bases and store.manifest(name).basis is None for name in others},
         observer=observer,
     ).with_measured_utilities()
     return store_without_loss(work) if settings.algorithm == LOSSLESS else store_by_blocks(work)
+
+
+def rebase(
+    store: Store,
+    names: Sequence[str],
+    variants: Sequence[Described],
+    read_tensors: Callable[[str], Tensors],
+    evaluators: Evaluators,
+    settings: DedupSettings,
+    *,
+    evaluation: str = "",
+) -> list[Outcome]:
+    """Remove variants; those with their blocks look for other bases, if that takes fewer bytes, and are returned.
+
+    The second strategy is tried in a copy of the store. If it wins and is interrupted, `deduplicate` adds what lacks.
+
+    Args:
+        variants: as they were before deduplication; those that are not among them keep blocks of a base.
+
+    Raises:
+        InputError: a name is not stored, or an evaluator's records are private, and would be charged for a trial.
+
+    Source: Guan et al. 2025, section 6, "Model Addition/Removal".
+    """
+    if any(each.private is not None for each in evaluators.values()):
+        raise InputError("evaluator: its records are private; remove the variants themselves, and add them again")
+    users = [v for v in variants if v.name not in names and {*names} & {*store.sources(v.name)}]
+    with TemporaryDirectory(dir=store.path.parent, prefix=".rebased-") as scratch:
+        shutil.copytree(store.path, made := Path(scratch) / "made")
+        with Store(made) as making:
+            making.remove(*names, *(user.name for user in users))
+            deduplicate(users, read_tensors, evaluators, making, settings, evaluation=evaluation, adding=True)
+            making.compact()
+            store.remove(*names)
+            store.compact()
+            if not users or store.bytes_stored <= making.bytes_stored:
+                return []
+    store.remove(*(user.name for user in users))
+    return deduplicate(users, read_tensors, evaluators, store, settings, evaluation=evaluation, adding=True)
+
+
+def _others(store: Store, names: Sequence[str]) -> dict[str, Described]:
+    """{variant that is stored and was not given now: its description}, if it has one, which tells its cost."""
+    found = {name: (store.describe(name), store.manifest(name)) for name in store.names if name not in names}
+    return {
+        name: replace(described, utility=manifest.outcome.get("utility_given"))
+        for name, (described, manifest) in found.items()
+        if described
+    }
+
+
+def check_settings(settings: DedupSettings) -> None:
+    """Refuse, with an InputError, what a deduplication does not know, before anything is charged."""
+    check_options(settings)
+    known = {"acceptance": get_args(Acceptance), "aggregation": AGGREGATIONS, "metric": METRICS}
+    for name, values in known.items():
+        if (given := getattr(settings, name)) not in values:
+            raise InputError(f"{name} = {given!r}: known are {', '.join(values)}")
 
 
 def check(
@@ -135,14 +208,14 @@ def check(
             some from another plan or validation.
         StoreError: another process is writing to the store, or it is damaged.
     """
-    check_options(settings)
+    check_settings(settings)
     layouts, digest = _layouts_and_plan(variants, read_tensors, settings)
     for name, layout in layouts.items() if settings.algorithm != LOSSLESS else ():
         check_has_blocks(name, layout)
     if not is_free(store):
         digests: Mapping[str, str] = {PLAN: digest} | ({VALIDATION: validation} if validation else {})
         with Store(store) as opened:
-            _stored_outcomes(opened, layouts, digests)
+            _stored(opened, layouts, digests)
 
 
 def _layouts_and_plan(
@@ -159,11 +232,7 @@ def _layouts_and_plan(
 
 
 def validation_digest(evaluators: Evaluators, private: PrivateQueries | None, evaluation: str) -> str:
-    """The digest of how variants are validated.
-
-    Args:
-        evaluation: what else decides a validation, such as the name of the evaluator.
-    """
+    """The digest of how variants are validated; `evaluation` is what else decides it, as the evaluator's name."""
     fields = {name: _of_evaluator(each, private) for name, each in evaluators.items()}
     return _digest({"evaluators": fields, "evaluation": evaluation})
 
@@ -177,14 +246,8 @@ def _of_evaluator(evaluator: Evaluator, private: PrivateQueries | None) -> dict[
     return fields
 
 
-def _stored_outcomes(
-    store: Store, layouts: Mapping[str, BlockLayout], digests: Mapping[str, str]
-) -> dict[str, Mapping[str, Any]]:
-    """{variant that an earlier attempt stored: its outcome}.
-
-    Args:
-        digests: of this attempt, as far as they are known, under their names in a provenance.
-    """
+def _stored(store: Store, layouts: Mapping[str, BlockLayout], digests: Mapping[str, str]) -> dict[str, Outcome]:
+    """{variant that an earlier attempt stored: its outcome}; digests are those of this one that are known."""
     for name, layout in layouts.items():
         store.check_blocks(name, layout)
     found = {name: store.manifest(name).provenance for name in store.names if name in layouts}
@@ -194,7 +257,7 @@ def _stored_outcomes(
                 f"store = {store.path}: holds {name!r} from other settings, variants or validation; "
                 f"repeat these to go on, `fedpriv dedup remove` it, or use another store"
             )
-    return {name: provenance["outcome"] for name, provenance in found.items()}
+    return {name: Outcome.of(provenance["outcome"]) for name, provenance in found.items()}
 
 
 def _digest_of_values(tensors: Tensors) -> str:
@@ -222,7 +285,7 @@ def store_without_loss(work: Work) -> list[Outcome]:
     groups: dict[BlockLayout, list[str]] = {}
     for name in sorted(work.variants):
         groups.setdefault(work.layouts[name], []).append(name)
-    watch = work.watch({})
+    watch = work.watch()
     for layout, names in groups.items():
         if not (waiting := [name for name in names if name not in work.stored]):
             continue
@@ -231,13 +294,13 @@ def store_without_loss(work: Work) -> list[Outcome]:
         for name in waiting:
             watch.begin(name)
             work.stored[name] = _store(work, layout, name, reference, chosen)
-            watch.store(is_target=False)
+            watch.store()
     return [work.stored[name] for names in groups.values() for name in names]
 
 
 def _store(work: Work, layout: BlockLayout, name: str, reference: Reference, chosen: str | None) -> Outcome:
     held = reference.pack(work.read_tensors(name))
-    outcome = work.outcome(name, untouched=STORED, cost=cost_of([work.variants[name]], work.settings.accountant))
+    outcome = work.outcome(name, untouched=STORED, cost=cost_of([work.variants[name]]))
     records = outcome.as_records(reference=chosen, **work.digests)
     work.store.add(name, layout, reference, held, described=work.variants[name], **records)
     log.info("%s: %.3g of its bytes", name, sum(part.nbytes for part in held.values()) / max(1, layout.num_bytes))

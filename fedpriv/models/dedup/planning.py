@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import replace_file, sync_folder
@@ -27,13 +27,16 @@ from fedpriv.models.dedup._base_selection import (
     select_bases,
     worthwhile_bases,
 )
+from fedpriv.models.dedup._in_order import check_whole
 from fedpriv.models.dedup.algorithms import LOSSLESS, algorithm
 from fedpriv.models.variants.composition import Guarantee, PublicationCost, publication_cost, smallest_deltas
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.store import CHARGES_FILE
 from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.events import Event
-from fedpriv.privacy.accounting.law import Accountant
+
+Acceptance = Literal["proof", "empirical"]
+"""By what a variant on public records is accepted: a proof, or the paper's rule."""
 
 _CHARGES_VERSION = 1
 
@@ -47,6 +50,8 @@ class DedupSettings:
         metric: used to find the nearest base block of each block.
         max_distance: of metadata within a cluster of variants, whose bases are chosen among themselves first; 2 makes
             one cluster of all, whatever their data, tags and architectures.
+        acceptance: of public validation.
+        cutoff: of private validation: the failures after which a search by Algorithm 5 ends; None for a proof.
     """
 
     block_size: int = 1024
@@ -57,11 +62,14 @@ class DedupSettings:
     strategy: Strategy = "single"
     fairness: Fairness = "bounds"
     max_distance: float = MAX_DISTANCE
-    accountant: Accountant = "pld"
+    acceptance: Acceptance = "proof"
+    cutoff: int | None = None
 
 
 def check_options(settings: DedupSettings) -> None:
     """Refuse, with an InputError, an algorithm or option that is unknown, or a value that it does not take."""
+    if settings.cutoff is not None:
+        check_whole("cutoff", settings.cutoff, 1)
     if settings.algorithm == LOSSLESS:
         if settings.options:
             raise InputError(f"option = {min(settings.options)!r}: {LOSSLESS} has none")
@@ -74,33 +82,22 @@ def check_options(settings: DedupSettings) -> None:
     search(0, lambda positions: False, **settings.options)  # a search of no blocks checks its options
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownUtility:
-    """The utility of a variant on its validation records.
-
-    Attributes:
-        value: as stated or measured; None counts as 0.
-        error: its standard error, by which the utilities of others must be less to be told apart.
-    """
-
-    value: float | None
-    error: float = 0.0
+KnownUtility = tuple[float | None, float]
+"""Of a variant on its validation records, None counting as 0; and its standard error, by which less is told apart."""
 
 
-def candidate(
-    variant: Described, accountant: Accountant = "pld", utilities: Mapping[str, KnownUtility] | None = None
-) -> Candidate:
+def candidate(variant: Described, utilities: Mapping[str, KnownUtility] | None = None) -> Candidate:
     """The variant as base selection needs it; without known utilities, with that which it states."""
-    guarantee = variant.guarantee(accountant)
-    known = (utilities or {}).get(variant.name, KnownUtility(value=variant.utility))
+    guarantee = variant.guarantee()
+    utility, error = (utilities or {}).get(variant.name, (variant.utility, 0.0))
     return Candidate(
         name=variant.name,
         architecture=variant.architecture,
         data_sets=variant.history.data_sets,
         epsilon=guarantee.epsilon,
         delta=guarantee.delta,
-        utility=known.value or 0.0,
-        utility_error=known.error,
+        utility=utility or 0.0,
+        utility_error=error,
         epsilon_bound=variant.epsilon_bound,
         utility_bound=variant.utility_bound,
         tags=variant.tags,
@@ -112,6 +109,7 @@ def plan(
     settings: DedupSettings,
     attempts: Mapping[str, Sequence[ValidationCharge]] | None = None,
     utilities: Mapping[str, KnownUtility] | None = None,
+    stored: Mapping[str, bool] | None = None,
 ) -> Selection:
     """Plan who may take blocks of whom, by their joint cost; no weights are read.
 
@@ -121,6 +119,7 @@ def plan(
     Args:
         attempts: {variant: what validating it once is charged}, for those whose validation records are private.
         utilities: {variant: what is known of its utility}; None for what each states.
+        stored: {variant that a store holds already: whether it is whole, and may be a base}.
 
     Raises:
         ValueError: two variants have one name, or one upload has two different events.
@@ -131,15 +130,16 @@ def plan(
         # Under `cross` a base may itself be a target, and then its own validation influenced its blocks.
         validated = () if not bases else (target, *bases) if settings.strategy == "cross" else (target,)
         charges = [charge for each in validated for charge in (attempts or {}).get(each.name, ())]
-        return cost_of([known[each.name] for each in (target, *bases)], settings.accountant, charges).guarantee
+        return cost_of([known[each.name] for each in (target, *bases)], charges).guarantee
 
     return select_bases(
-        [candidate(variant, settings.accountant, utilities) for variant in variants],
+        [candidate(variant, utilities) for variant in variants],
+        cost,
         strategy=settings.strategy,
         fairness=settings.fairness,
         max_distance=settings.max_distance,
-        cost=cost,
         most_bases=worthwhile_bases if _share_releases(variants) else None,
+        stored=stored or {},
     )
 
 
@@ -149,9 +149,7 @@ def _share_releases(variants: Sequence[Described]) -> bool:
     return len(frozenset().union(*ancestors)) < sum(map(len, ancestors))
 
 
-def cost_of(
-    consulted: Sequence[Described], accountant: Accountant = "pld", charges: Iterable[ValidationCharge] = ()
-) -> PublicationCost:
+def cost_of(consulted: Sequence[Described], charges: Iterable[ValidationCharge] = ()) -> PublicationCost:
     """The cost of publishing anything computed from these variants and from answers that were charged."""
     stated = [(id_, delta) for variant in consulted for id_, delta in variant.deltas.items()]
     extra: dict[str, list[Event]] = {}
@@ -159,7 +157,7 @@ def cost_of(
         extra.setdefault(charge.data_set, []).append(charge.event)
         stated.append((charge.data_set, charge.delta))
     histories = [variant.history for variant in consulted]
-    return publication_cost(histories, smallest_deltas(stated), extra=extra, accountant=accountant)
+    return publication_cost(histories, smallest_deltas(stated), extra=extra)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,9 @@ bound is kept if the upper confidence limit of that mean is within it, on record
 looks at a third of the records, and what it found is proven on the others, in steps. They are taken in a fixed order,
 the smallest first, until one fails, so all of them together fail with the probability of one (a fixed-sequence test).
 
+The paper's rules prove nothing: `empirical` accepts a loss within the bound on the records that the search looked at,
+and `sparse vector`, its Algorithm 5, does so with noise, for private records.
+
 The loss is always measured against the original variant, never against the last one that passed: Algorithm 5 of Guan
 et al. 2025 continues from the latter (line 18), so that its losses add up beyond the bound.
 """
@@ -21,6 +24,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv.models.dedup.planning import Acceptance
 from fedpriv.models.dedup.saliency import Saliency
 from fedpriv.privacy.accounting.events import Event, PureEpsilon
 from fedpriv.privacy.mechanisms.sources import RandomSource
@@ -42,6 +46,9 @@ _PARTS = 16
 # One record changes l - g by 2 and l + g by none, or both by 1, and then the limit by 1 + z (sqrt(7/4) - sqrt(3/4)) at
 # most, which is less than 2 for z < 2.18; one part more for rounding up.
 _SENSITIVITY = 2 * _PARTS + 1
+
+# Of the number of records lost less those gained, which Algorithm 5 asks for.
+_LOST = 2
 
 # Of the two ways in which a variant may lose more than was proven: the choice of the records, and the noise.
 _NOISE_FAILS = 0.01
@@ -151,34 +158,13 @@ class Proof:
 
     Attributes:
         before, after: mean utility of the variant as it was given, and as it is stored.
-        limit: of what it loses, `loss_limit`.
+        limit: of what it loses, `loss_limit`; None if it is `empirical`, and these records chose it.
     """
 
     before: float
     after: float
-    limit: float
+    limit: float | None
     num_records: int
-
-
-class Validation(Protocol):
-    """Judges the forms of one target.
-
-    Attributes:
-        searches: whether `accept` may be asked; else the ladder of `proves` is all there is.
-        proof: of the last form that was proven; None without one, and of private records.
-        needed: how many validation records would tell that the form that failed keeps the bound; None if none has
-            failed, if it does not seem to keep it, and of private records.
-    """
-
-    searches: bool
-    proof: Proof | None
-    needed: int | None
-
-    def accept(self, tensors: Tensors) -> bool:
-        """Whether the variant in this form seems to lose no more than the bound, on the records of the search."""
-
-    def proves(self, tensors: Tensors) -> bool:
-        """Whether it is proven to lose no more than the bound; after one that is not, none may be asked."""
 
 
 def search_records(num_records: int) -> NDArray[np.int64]:
@@ -197,28 +183,47 @@ def proof_records(num_records: int) -> NDArray[np.int64]:
 
 
 class PublicValidation:
-    """Validation on public records."""
+    """Validation of the forms of one target on public records: `empirical` searches and measures on all of them.
+
+    Attributes:
+        searches: whether `accept` may be asked; else the ladder of `proves` is all there is.
+        acceptance: `proof`; or `empirical` or `sparse vector`, by which what a search accepted is stored unproven.
+        proof: of the last form that was proven; None without one, and of private records.
+        needed: how many validation records would tell that the form that failed keeps the bound; None if none has
+            failed, if it does not seem to keep it, and of private records.
+    """
 
     searches = True
     proof: Proof | None = None
     needed: int | None = None
 
-    def __init__(self, evaluator: Evaluator, before: Utilities, bound: float) -> None:
+    def __init__(
+        self, evaluator: Evaluator, before: Utilities, bound: float, *, acceptance: Acceptance = "proof"
+    ) -> None:
         self._evaluator, self._before, self._bound = evaluator, before, bound
-        self._searched, self._others = search_records(evaluator.num_records), proof_records(evaluator.num_records)
+        self.acceptance: str = acceptance
+        number = evaluator.num_records
+        self._searched, self._others = search_records(number), proof_records(number)
+        if acceptance == "empirical":
+            self._searched = self._others = np.arange(number)
 
     def accept(self, tensors: Tensors) -> bool:
+        """Whether the variant in this form seems to lose no more than the bound, on the records of the search."""
         losses = losses_of(self._before[self._searched], self._evaluator.utilities(tensors, self._searched))
         # A millionth of a record absorbs rounding.
         return float(losses.sum()) <= self._bound * len(losses) + 1e-6
 
     def proves(self, tensors: Tensors) -> bool:
+        """Whether it is proven to lose no more than the bound; after one that is not, none may be asked.
+
+        Of an unproven one it is only measured, and not even that on private records.
+        """
         before, after = self._before[self._others], self._evaluator.utilities(tensors, self._others)
         if not np.isfinite(after).all():  # a broken model, however rarely it shows
             return False
         losses = losses_of(before, after)
-        limit = loss_limit(losses)
-        if not limit <= self._bound:
+        limit = loss_limit(losses) if self.acceptance == "proof" else None
+        if limit is not None and not limit <= self._bound:
             needed = records_needed(losses, self._bound)
             self.needed = None if needed is None else math.ceil(needed * len(self._before) / len(losses))
             return False
@@ -256,31 +261,23 @@ class PrivateQueries:
         hidden = noise_margin(noise_scales(self.epsilon, 1, _SENSITIVITY), _NOISE_FAILS) / _PARTS
         return _unchanged_records(bound, loss_limit(np.zeros(1), confidence=CONFIDENCE + _NOISE_FAILS) + hidden)
 
-    def validation(
-        self, name: str, evaluator: Evaluator, before: Callable[[], Utilities], bound: float
-    ) -> PrivateValidation:
-        """The validation of a target; charges for it, and then looks at the records."""
-        return PrivateValidation(
-            evaluator,
-            before,
-            bound,
-            epsilon=self.epsilon,
-            charge=lambda event: self.charge(name, event),
-            source=self.source,
-        )
-
 
 class PrivateValidation:
     """Validation on private records: one run of the Sparse Vector Technique, for one target.
 
-    There is no search, whose answers would be paid for too: the forms of the ladder are asked about until one fails,
-    which is the one positive answer of the run. What is asked is whether the limit of the loss reaches the bound, less
-    what the noise may hide, so that all in all the bound is kept with the same confidence. That is not shown for blocks
-    that were ordered by saliency measured on these records.
+    Without a cut-off there is no search, whose answers would be paid for too: the forms of the ladder are asked about
+    until one fails, which is the one positive answer of the run. What is asked is whether the limit of the loss reaches
+    the bound, less what the noise may hide, so that all in all the bound is kept with the same confidence. That is not
+    shown for blocks that were ordered by saliency measured on these records.
+
+    With one it is Algorithm 5: the search asks whether the records lost, less those gained, exceed the bound, and its
+    c-th failure, which is the c-th positive answer, ends it. The noise of each answer grows with c, and nothing is
+    proven.
 
     Guarantee: all answers of the run together are epsilon-DP under replacement of a validation record, and under
-    add-or-remove adjacency. Answers are pass or fail; figures are never returned. If the records are also training
-    records, `event` adds to their cost.
+    add-or-remove adjacency, whichever search asks, since it knows of the records by earlier answers alone
+    (`fedpriv.privacy.mechanisms.svt.SparseVector`). Answers are pass or fail; figures are never returned. If the
+    records are also training records, `event` adds to their cost.
 
     The epsilon is charged before any noise is drawn: if charging raises, there is no validation and no answer.
 
@@ -291,14 +288,15 @@ class PrivateValidation:
         epsilon: of the run, finite and > 0.
         charge: writes the event to the ledger, durably.
         source: of the noise; seeded only in a run marked `simulate`.
+        cutoff: c, failures after which a search ends, >= 1; None for a proof without a search.
 
     Raises:
         ValueError: a value is out of range.
 
-    Source: Guan et al. 2025, Algorithm 5, with the limit of the loss against the original variant in its place.
+    Source: Guan et al. 2025, Algorithm 5, with the limit of the loss in its place where there is no cut-off, and always
+    against the original variant.
     """
 
-    searches = False
     proof: Proof | None = None
     needed: int | None = None
 
@@ -311,26 +309,42 @@ class PrivateValidation:
         epsilon: float,
         charge: Callable[[PureEpsilon], None],
         source: RandomSource,
+        cutoff: int | None = None,
     ) -> None:
         if evaluator.utility != "accuracy":
             raise ValueError(f"utility = {evaluator.utility!r}: private records need one that is bounded, accuracy")
         if bound < 0:
             raise ValueError(f"utility_bound = {bound}: must be >= 0")
-        scales = noise_scales(epsilon, 1, _SENSITIVITY)  # refuses values out of range before anything is charged
+        self.searches, self.acceptance = cutoff is not None, "proof" if cutoff is None else "sparse vector"
+        run = {"cutoff": 1 if cutoff is None else cutoff, "sensitivity": _SENSITIVITY if cutoff is None else _LOST}
+        scales = noise_scales(epsilon, **run)  # refuses values out of range before anything is charged
         self.event, self.noise_source = PureEpsilon(epsilon=epsilon), source.name
         charge(self.event)
         self._evaluator, self._before = evaluator, _right(before())
-        self._threshold = math.floor(bound * evaluator.num_records * _PARTS + 1e-6) - noise_margin(scales, _NOISE_FAILS)
-        self._answers = SparseVector(epsilon=epsilon, cutoff=1, sensitivity=_SENSITIVITY, source=source)
+        parts = 1 if self.searches else _PARTS
+        self._threshold = math.floor(bound * evaluator.num_records * parts + 1e-6)
+        self._threshold -= 0 if self.searches else noise_margin(scales, _NOISE_FAILS)
+        self._answers = SparseVector(epsilon=epsilon, source=source, **run)
 
     def accept(self, tensors: Tensors) -> bool:
-        raise AssertionError("private records answer no search")
+        """See `PublicValidation`; CutoffReached after the last failure."""
+        return not self._answers.reaches(int(self._losses(tensors).sum()), self._threshold + 1)
 
     def proves(self, tensors: Tensors) -> bool:
-        after = _right(self._evaluator.utilities(tensors, np.arange(len(self._before))))
-        losses = self._before - after
+        """See `PublicValidation`."""
+        if self.searches:
+            return True
+        losses = self._losses(tensors)
         limit = loss_limit(losses, confidence=CONFIDENCE + _NOISE_FAILS) * len(losses)
         return not self._answers.reaches(math.ceil(limit * _PARTS - 1e-6), self._threshold + 1)
+
+    def _losses(self, tensors: Tensors) -> Utilities:
+        """What each record loses, unless no further answer is paid for."""
+        self._answers.check_open()
+        return self._before - _right(self._evaluator.utilities(tensors, np.arange(len(self._before))))
+
+
+Validation = PublicValidation | PrivateValidation
 
 
 def _right(utilities: Utilities) -> Utilities:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from fedpriv.models.dedup.planning import DedupSettings, KnownUtility, Validatio
 from fedpriv.models.dedup.validation import (
     Evaluator,
     PrivateQueries,
-    Proof,
+    PrivateValidation,
     PublicValidation,
     Tensors,
     Utilities,
@@ -46,6 +46,7 @@ class Work:
         private: how private records are queried; None if all records are public.
         digests: of plan and validation, kept in every manifest.
         stored: outcomes of the variants that are in the store, earlier attempts' included.
+        others: {variant that an earlier call stored: whether it has no blocks but its own, and may be a base}.
     """
 
     variants: Mapping[str, Described]
@@ -57,6 +58,7 @@ class Work:
     private: PrivateQueries | None
     digests: Mapping[str, str]
     stored: dict[str, Outcome]
+    others: Mapping[str, bool] = field(default_factory=dict)
     observer: Observer | None
     _utilities: dict[str, Utilities] = field(default_factory=dict)
 
@@ -78,13 +80,14 @@ class Work:
         return {name: self._known(name) for name in self.variants}
 
     def _known(self, name: str) -> KnownUtility:
-        evaluator = self.evaluators[name]
-        utility, deviation = self.variants[name].utility, 0.5
+        evaluator, (utility, deviation) = self.evaluators.get(name), (self.variants[name].utility, 0.5)
+        if evaluator is None:
+            return utility, 0.0
         if evaluator.utility != "accuracy" and self.is_public(name):
             utility, deviation = self.utility(name), self._deviation(name)
         if utility is not None and not math.isfinite(utility):  # nothing is held against it, and nothing of it replaced
             utility, deviation = None, 0.0
-        return KnownUtility(value=utility, error=deviation / math.sqrt(max(1, evaluator.num_records)))
+        return utility, deviation / math.sqrt(max(1, evaluator.num_records))
 
     def is_public(self, name: str) -> bool:
         """Whether the variant's validation records are public."""
@@ -107,19 +110,26 @@ class Work:
         return self._utilities[name]
 
     def chosen_on(self, name: str) -> NDArray[np.int64]:
-        """The validation records by which the blocks of a variant are ordered and searched, all if they are private."""
-        number = self.evaluators[name].num_records
-        return search_records(number) if self.is_public(name) else np.arange(number)
+        """The validation records by which its blocks are ordered and searched: all if private, or nothing is proven."""
+        number, proves = self.evaluators[name].num_records, self.settings.acceptance == "proof"
+        return search_records(number) if self.is_public(name) and proves else np.arange(number)
 
     def attempts(self) -> dict[str, tuple[ValidationCharge, ...]]:
         """{variant: what validating it once is charged}; nothing where its records are public."""
-        return {name: self._attempt(name) for name in self.variants}
+        private = {name: each.private for name, each in self.evaluators.items() if each.private and self.private}
+        return dict.fromkeys(self.variants, ()) | {
+            name: tuple(
+                ValidationCharge(name=name, data_set=records.data_set, delta=records.delta, event=event)
+                for event in (self.private.events(records) if self.private else ())
+            )
+            for name, records in private.items()
+        }
 
-    def watch(self, targets: Mapping[str, object]) -> ProgressWatch:
+    def watch(self) -> ProgressWatch:
         """The watch of the variants that are not stored yet."""
-        left = [name in targets for name in self.variants if name not in self.stored]
-        num_left = {kind: left.count(kind) for kind in (True, False)}
-        return ProgressWatch(observer=self.observer, num_variants=len(self.variants), num_left=num_left)
+        own = self.variants.keys() - self.others.keys()
+        left = len(own - self.stored.keys())
+        return ProgressWatch(observer=self.observer, num_variants=len(own), num_left=left)
 
     def validation(self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...]) -> Validation:
         """The validation of a target; charges for all of its attempt.
@@ -129,9 +139,17 @@ class Work:
         """
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.private is None or not attempt:
-            return PublicValidation(evaluator, self.utilities(name), bound)
+            return PublicValidation(evaluator, self.utilities(name), bound, acceptance=self.settings.acceptance)
         add_charges(self.store.path, attempt)
-        validation = self.private.validation(name, evaluator, lambda: self.utilities(name), bound)
+        validation = PrivateValidation(
+            evaluator,
+            lambda: self.utilities(name),
+            bound,
+            epsilon=self.private.epsilon,
+            charge=partial(self.private.charge, name),
+            source=self.private.source,
+            cutoff=self.settings.cutoff,
+        )
         for charge in attempt[1:]:  # the first one was for the answers
             self.private.charge(name, charge.event)
         return validation
@@ -141,6 +159,8 @@ class Work:
         evaluator, bound = self.evaluators[name], self.bound(name, limits)
         if self.is_public(name) and not np.isfinite(self.utilities(name)).all():
             return "its utility is no number on some validation records"
+        if self.settings.cutoff or self.settings.acceptance != "proof":
+            return None
         if self.private is None or evaluator.private is None:
             least = least_records(bound)
         else:
@@ -153,7 +173,7 @@ class Work:
 
     def bound(self, name: str, limits: VariantLimits) -> float:
         """The most that the variant may lose in the mean, >= 0."""
-        return max(0.0, (self.known[name].value or 0.0) - limits.utility)
+        return max(0.0, (self.known[name][0] or 0.0) - limits.utility)
 
     def outcome(
         self,
@@ -165,11 +185,10 @@ class Work:
         num_replaced: int = 0,
         num_validations: int = 0,
         bound: float | None = None,
-        proof: Proof | None = None,
-        needed: int | None = None,
+        validation: Validation | None = None,
     ) -> Outcome:
         """The outcome for a variant; without a proof it is as it was given, or its records are private."""
-        evaluator = self.evaluators.get(name)
+        evaluator, proof = self.evaluators.get(name), validation.proof if validation else None
         given, deviation = self.variants[name].utility if evaluator is None else None, None
         if evaluator is not None and evaluator.private is None:
             given = self.utility(name)
@@ -192,21 +211,13 @@ class Work:
             bound=bound,
             loss_limit=proof.limit if proof else None,
             num_records=proof.num_records if proof else num_records,
-            records_needed=needed,
+            records_needed=validation.needed if validation else None,
+            acceptance=validation.acceptance if validation and num_replaced else "proof",
             origin_known=not cost.is_unknown,
-            epsilon_before=cost_of([self.variants[name]], self.settings.accountant).guarantee.epsilon,
+            epsilon_before=cost_of([self.variants[name]]).guarantee.epsilon,
             epsilon_after=cost.guarantee.epsilon,
             delta=cost.guarantee.delta,
             epsilons={m: max(each.epsilons[m] for each in cost.by_data_set if m in each.epsilons) for m in methods},
-        )
-
-    def _attempt(self, name: str) -> tuple[ValidationCharge, ...]:
-        records = self.evaluators[name].private
-        if self.private is None or records is None:
-            return ()
-        return tuple(
-            ValidationCharge(name=name, data_set=records.data_set, delta=records.delta, event=event)
-            for event in self.private.events(records)
         )
 
 
@@ -220,13 +231,14 @@ class Outcome:
         utility_given: the mean over all validation records of the variant as it was given; None if they are private.
         deviation_given: the standard deviation of likelihoods over these; None if they are private, and for accuracy.
         utility_before, utility_after: the mean over `num_records` records, of the variant as it was given and as it is
-            stored. If anything was replaced, they are those by which nothing was chosen. None if they are private.
+            stored. If anything was replaced by a proof, they are those by which nothing was chosen. None if private.
         bound: of what it was allowed to lose in the mean; None if nothing was tried.
-        loss_limit: of what it loses, see `fedpriv.models.dedup.validation.loss_limit`; None if nothing was replaced, or
-            if the records are private.
+        loss_limit: of what it loses, see `fedpriv.models.dedup.validation.loss_limit`; None if nothing was replaced or
+            proven, or if the records are private.
         num_records: validation records; see above.
         records_needed: how many would tell that the next larger part can be replaced within the bound; None if that
             is not what failed.
+        acceptance: `proof`; `empirical` or `sparse vector` if what was replaced was accepted unproven.
         origin_known: whether something says what it, and every variant that it may hold values of, was computed from;
             else its epsilons are infinite.
         epsilon_before, epsilon_after, delta: against a reader of this variant alone; `epsilon_after` includes the
@@ -249,6 +261,7 @@ class Outcome:
     loss_limit: float | None
     num_records: int
     records_needed: int | None
+    acceptance: str
     origin_known: bool
     epsilon_before: float
     epsilon_after: float
@@ -291,43 +304,21 @@ class Progress:
 Observer = Callable[[Progress], None]
 
 
-def _seconds_left(taken: Mapping[bool, Sequence[float]], num_left: Mapping[bool, int], elapsed: float) -> float | None:
-    """The seconds that the remaining variants take if each takes the mean of its kind so far.
-
-    Args:
-        taken: {whether targets: seconds that each of those that are stored took}.
-        num_left: {whether targets: how many are still to be stored, the one under way included}.
-
-    Returns:
-        >= 0; None if no variant of a kind that is left was stored yet.
-    """
-    left = {kind: num for kind, num in num_left.items() if num}
-    if any(not taken[kind] for kind in left):
-        return None
-    total = sum(num * sum(taken[kind]) / len(taken[kind]) for kind, num in left.items())
-    return max(0.0, total - elapsed)
-
-
 @dataclass(kw_only=True)
 class ProgressWatch:
-    """Tells an observer how far a deduplication is.
-
-    Attributes:
-        observer: is told after every validation and every stored variant; None to tell nothing.
-        num_left: {whether targets: how many are not stored yet}.
-    """
+    """Tells an observer of every validation and stored variant; the time left is what those so far took in the mean."""
 
     observer: Observer | None
     num_variants: int
-    num_left: dict[bool, int]
-    _taken: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    num_left: int
+    _num_stored: int = 0
     _num_validations: int = 0
     _name: str = ""
-    _began: float = 0.0
+    _began: float = field(default_factory=time.monotonic)
 
     def begin(self, name: str) -> None:
         """Note that a variant is under way."""
-        self._name, self._began = name, time.monotonic()
+        self._name = name
         self._tell(stored=False)
 
     def validated(self) -> None:
@@ -335,21 +326,23 @@ class ProgressWatch:
         self._num_validations += 1
         self._tell(stored=False)
 
-    def store(self, *, is_target: bool) -> None:
+    def store(self) -> None:
         """Note that the variant was stored."""
-        self._taken[is_target].append(time.monotonic() - self._began)
-        self.num_left[is_target] -= 1
-        self._began = time.monotonic()
+        self._num_stored += 1
+        self.num_left -= 1
         self._tell(stored=True)
 
     def _tell(self, *, stored: bool) -> None:
-        if self.observer is not None:
-            progress = Progress(
+        if self.observer is None:
+            return
+        each = (time.monotonic() - self._began) / self._num_stored if self._num_stored else None
+        self.observer(
+            Progress(
                 name=self._name,
-                num_stored=self.num_variants - sum(self.num_left.values()),
+                num_stored=self.num_variants - self.num_left,
                 num_variants=self.num_variants,
                 num_validations=self._num_validations,
-                seconds_left=_seconds_left(self._taken, self.num_left, time.monotonic() - self._began),
+                seconds_left=None if each is None else each * self.num_left,
                 stored=stored,
             )
-            self.observer(progress)
+        )

@@ -28,7 +28,7 @@ from fedpriv.learning.training import Tokens, batches, ends_of_turn, greedy_answ
 from fedpriv.learning.training.evaluation import text_of
 from fedpriv.models.variants import is_store
 from fedpriv.models.variants.blocks import Tensors
-from fedpriv.models.variants.folders import ADAPTER_CONFIG, TENSORS, KeptVariants, VariantFolders
+from fedpriv.models.variants.folders import ADAPTER_CONFIG, TENSORS, VariantFolders
 from fedpriv.models.variants.store import Store
 from fedpriv.runs import RunFolder, files
 
@@ -58,7 +58,7 @@ class SavedVariant:
 
     name: str
     folder: Path | None
-    kept: KeptVariants
+    kept: VariantFolders | Store
     run: RunFolder | None
     model: str
     task: _Task

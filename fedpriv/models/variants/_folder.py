@@ -132,11 +132,7 @@ def check_folder(path: Path, *, read_only: bool) -> None:
 
 
 def own_files(path: Path, state: State | None) -> Iterator[str]:
-    """The names of files that a store wrote into its folder and does not need; files of others may be there too.
-
-    Args:
-        state: of the store; None if it needs none but its lock and the charges.
-    """
+    """The names of files that a store wrote and does not need; with no state, all but its lock and the charges."""
     yield from _UNDER_WAY
     if state is not None:  # a compaction that was killed has left the old blocks or the new ones
         yield from (f"blocks.{state.generation + step}.npy" for step in (-1, 1))
@@ -146,11 +142,7 @@ def own_files(path: Path, state: State | None) -> Iterator[str]:
 
 
 def problems(index: Index, rows: RowFile | None) -> list[str]:
-    """One line for each damaged tensor of a model, or damaged file; [] for a sound store.
-
-    Args:
-        rows: the file of its blocks; None before the first model is stored.
-    """
+    """One line for each damaged tensor or file; [] for a sound store, whose `rows` are None before the first model."""
     lines, num_rows, catalogue = [], index.state.num_rows, index.catalogue
     if damage := index.damage():
         lines.append(f"{FILE} is damaged: {damage}")
@@ -181,11 +173,7 @@ def problems(index: Index, rows: RowFile | None) -> list[str]:
 
 
 def damaged_rows(blocks: NDArray[Any], catalogue: NDArray[Any]) -> NDArray[np.bool_]:
-    """[k] Which rows do not match their SHA-256 in the catalogue.
-
-    Args:
-        blocks: [k, block_size]; fewer rows if the file is too short, and the missing ones count as damaged.
-    """
+    """[k] Which rows do not match their SHA-256 in the catalogue; of too short a file, also those that are missing."""
     damaged = np.ones(len(catalogue), bool)
     for row, block in enumerate(np.ascontiguousarray(blocks).view(np.uint8)):
         damaged[row] = hashlib.sha256(block).digest() != catalogue["sha256"][row].tobytes()

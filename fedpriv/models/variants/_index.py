@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
 
 from fedpriv.files import remove_files, sync_folder
@@ -33,6 +34,9 @@ MOST_BYTES = 10**9 - 10**6
 
 NEW = f".{FILE}.new"
 """The file that becomes the index once it is whole"""
+
+RETIRED = safetensors.numpy.save({}, metadata={"model": "removed"})
+"""The extras of a model that was removed, of which the description stays"""
 
 _LOCKED_SECONDS = 30.0
 _SCHEMA = """
@@ -57,6 +61,14 @@ class Digests:
     manifest: str
     extras: str
     basis: str | None = None
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether it was removed, and only its description stays."""
+        return self.extras == _RETIRED_SHA256
+
+
+_RETIRED_SHA256 = hashlib.sha256(RETIRED).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -185,29 +197,30 @@ class Index:
             if basis is not None:
                 self._db.execute("INSERT OR IGNORE INTO bases VALUES (?, ?)", (sha256, basis))
             kept = None if described is None else self._kept(described)
-            content = replace(manifest, basis=sha256, described=kept).to_json()
-            digests = Digests(hashlib.sha256(content).hexdigest(), hashlib.sha256(extras).hexdigest(), sha256)
-            row = manifest.name, *astuple(digests), zlib.compress(content), extras
-            self._db.execute("INSERT INTO models VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._insert(replace(manifest, basis=sha256, described=kept), extras)
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove models, and what only they needed but their blocks, durably when this returns."""
-        removed = list(names)
-        used = {number for name in self.models if name not in removed for number in self.upload_numbers(name)}
+    def _insert(self, manifest: Manifest, extras: bytes) -> None:
+        content = manifest.to_json()
+        digests = Digests(hashlib.sha256(content).hexdigest(), hashlib.sha256(extras).hexdigest(), manifest.basis)
+        row = manifest.name, *astuple(digests), zlib.compress(content), extras
+        self._db.execute("INSERT INTO models VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def remove(self, names: Iterable[str], retired: Sequence[Manifest] = ()) -> None:
+        """Remove models, and what only they needed but blocks, durably; of some a manifest without tensors stays."""
+        removed, kept = list(names), [manifest.name for manifest in retired]
+        staying = [name for name in self.models if name not in removed or name in kept]
+        used = {number for name in staying for number in self.upload_numbers(name)}
         with self._changing(self.state):
             self._db.executemany("DELETE FROM models WHERE name = ?", [(name,) for name in removed])
+            for manifest in retired:
+                self._insert(manifest, RETIRED)
             self._db.execute("DELETE FROM bases WHERE sha256 NOT IN (SELECT basis FROM models WHERE basis IS NOT NULL)")
             known = [number for (number,) in self._db.execute("SELECT number FROM uploads")]
             gone = [(number,) for number in known if number not in used]
             self._db.executemany("DELETE FROM uploads WHERE number = ?", gone)
 
     def replace_rows(self, state: State, catalogue: NDArray[Any]) -> None:
-        """Name another file of rows, which is on the disk, durably when this returns.
-
-        Args:
-            state: afterwards; its catalogue's digest is found here.
-            catalogue: [num_rows] of all of its rows.
-        """
+        """Name another file of rows, which is on the disk, durably when this returns; the catalogue is of all."""
         with self._changing(replace(state, catalogue=array_sha256(catalogue))):
             self._db.execute("DELETE FROM catalogue")
             if len(catalogue):

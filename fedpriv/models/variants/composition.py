@@ -77,7 +77,7 @@ class History:
     Attributes:
         name: of the variant; equal names mean the same variant.
         ancestors: all uploads that it is a function of. The set is closed: it contains every upload that its members
-            were computed from, as in the results of `global_ancestors` and `client_ancestors`. None if unknown; an
+            were computed from, as in the results of `server.registry`. None if unknown; an
             empty set states that no one's records went into it.
         events: {data set: what training released}, for a variant whose ancestors are unknown.
         holders: h >= 1, in how many of the data sets one person may have records.
@@ -241,22 +241,6 @@ def publication_cost(
         refused={} if refusal is None else {"provenance": refusal},
         is_unknown=is_unknown,
     )
-
-
-def global_ancestors(
-    uploads: Iterable[Upload], run: str, round_: int, warm_start: frozenset[Upload] = frozenset()
-) -> frozenset[Upload]:
-    """The ancestors of a run's global model after a round: all uploads up to it, and those of its warm start."""
-    return warm_start | {upload for upload in uploads if upload.run == run and upload.round <= round_}
-
-
-def client_ancestors(
-    uploads: Iterable[Upload], run: str, round_: int, data_set: str, warm_start: frozenset[Upload] = frozenset()
-) -> frozenset[Upload]:
-    """The ancestors of a client's own variant of a round: all uploads of earlier rounds, and its own of this one."""
-    of_run = [upload for upload in uploads if upload.run == run]
-    own = {upload for upload in of_run if upload.round == round_ and upload.data_set == data_set}
-    return warm_start | own | {upload for upload in of_run if upload.round < round_}
 
 
 def uploads_of(data_set: str, charged: Iterable[tuple[Key, Release]], view: View = "local") -> list[Upload]:

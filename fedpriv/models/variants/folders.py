@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.numpy
 from numpy.typing import NDArray
@@ -290,59 +290,37 @@ def _text(event: Event) -> str:
     return events.to_json(event)
 
 
-class KeptVariants(Protocol):
-    """Variants by name; a `fedpriv.models.variants.Store` is one reader of them, `VariantFolders` is the other.
-
-    Whatever takes a name raises an InputError or a StoreError if there is no such variant, or it is damaged.
-    """
-
-    @property
-    def names(self) -> list[str]:
-        """The variants that are whole, sorted."""
-
-    def describe(self, name: str) -> Described | None:
-        """The description that a variant was added with; None for one that was stored without any."""
-
-    def tensors(self, name: str) -> dict[str, NDArray[Any]]:
-        """A variant's tensors, checked against the digests that were kept with them."""
-
-    def memory_bytes(self, name: str) -> int:
-        """The memory that a variant's tensors take, which is told before they are read; OSError if a file cannot be."""
-
-    def sources(self, name: str) -> list[str]:
-        """The variant itself, and all whose values it may hold."""
-
-    def is_chosen_privately(self, name: str) -> bool:
-        """Whether private records decided which values of its sources it holds, which no upload tells of."""
-
-
 class VariantFolders:
-    """Variants in a folder each, under their folders' names; `path`, which holds them, may be missing."""
+    """Variants in a folder each, under their folders' names; `path`, which holds them, may be missing.
+
+    It reads as a `fedpriv.models.variants.Store` does: whatever takes a name raises an InputError or a StoreError if
+    there is no such variant, or it is damaged, and `memory_bytes` an OSError if a file cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def names(self) -> list[str]:
-        """See `KeptVariants`; a folder with a description is whole, since the description is written last."""
+        """See `Store`; a folder with a description is whole, since the description is written last."""
         return sorted(path.parent.name for path in self.path.glob(f"[!.]*/{FILE}"))
 
     def describe(self, name: str) -> Described:
-        """See `KeptVariants`."""
+        """See `Store`."""
         return read(self.path / name)
 
     def tensors(self, name: str) -> dict[str, NDArray[Any]]:
-        """See `KeptVariants`."""
+        """See `Store`."""
         return read_tensors(self.path / name)
 
     def memory_bytes(self, name: str) -> int:
-        """See `KeptVariants`."""
+        """See `Store`."""
         return num_bytes(self.path / name)
 
     def sources(self, name: str) -> list[str]:
-        """See `KeptVariants`; a variant in a folder of its own holds its own values alone."""
+        """See `Store`; a variant in a folder of its own holds its own values alone."""
         return [name]
 
     def is_chosen_privately(self, name: str) -> bool:
-        """See `KeptVariants`."""
+        """See `Store`."""
         return False

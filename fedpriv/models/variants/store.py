@@ -118,7 +118,7 @@ class Store:
     @property
     def names(self) -> list[str]:
         """The stored models, sorted."""
-        return sorted(self._index.models)
+        return sorted(name for name, digests in self._index.models.items() if not digests.is_retired)
 
     @property
     def blocks(self) -> NDArray[Any]:
@@ -153,7 +153,7 @@ class Store:
 
     def extras(self, name: str) -> Tensors:
         """The tensors of a model that are not cut into blocks."""
-        self._digests(name)
+        self._check_held(name)
         with self._one_line_errors(name):
             return tensors_in(self._index.extras(name))
 
@@ -276,12 +276,32 @@ class Store:
             self._index.add(after, manifest, content, numbered.catalogue, basis=basis, described=described)
 
     def remove(self, *names: str) -> None:
-        """Remove models, all or none; blocks that others use stay, and the space of the rest is freed by `compact`."""
+        """Remove models, all or none; blocks that others use stay, and the space of the rest is freed by `compact`.
+
+        Of a base the description stays as long as a model with its blocks does, whose epsilon counts it and is checked
+        by it; until then its name cannot be given to another.
+        """
         self._check_writable()
         for name in names:
-            self._digests(name)
+            self._check_held(name)
+        known = self.names
+        needed = {source for name in known if name not in names for source in self.sources(name)}
+        gone = [name for name in self._index.models if name not in known and name not in needed]
         with self._changing():
-            self._index.remove(names)
+            self._index.remove([*names, *gone], [self._retired(name) for name in names if name in needed])
+
+    def _retired(self, name: str) -> Manifest:
+        """The manifest of a model of which nothing stays but its description, which no longer says how it is used."""
+        manifest = self.manifest(name)
+        return replace(
+            manifest,
+            layout=replace(manifest.layout, tensors=()),
+            blocks=np.empty(0, np.int64),
+            extras={},
+            basis=None,
+            blocks_sha256=None,
+            described=manifest.described and {**manifest.described, "files": {}},
+        )
 
     def compact(self) -> int:
         """Free the space of blocks that no model uses; the numbers of the others stay the same.
@@ -330,7 +350,7 @@ class Store:
     def bytes_logical(self) -> int:
         """The bytes of all models as plain files, as if they shared nothing: tensors with their heads, descriptions."""
         with self._one_line_errors():
-            return sum(self.manifest(name).plain_bytes + self._index.upload_bytes(name) for name in self._index.models)
+            return sum(self.manifest(name).plain_bytes + self._index.upload_bytes(name) for name in self.names)
 
     @property
     def tensor_bytes(self) -> int:
@@ -363,6 +383,8 @@ class Store:
         self._check_writable()
         check_name(name)
         if name in self._index.models:
+            if self._index.models[name].is_retired:
+                raise InputError(f"model = {name!r}: was removed, but others hold its blocks; take another name")
             raise InputError(f"model = {name!r}: stored already; remove it first, or take another name")
         self.check_blocks(name, layout)
 
@@ -374,6 +396,10 @@ class Store:
         if name not in self._index.models:
             raise InputError(f"model = {name!r}: not in {self.path}; it has {', '.join(self.names) or 'none'}")
         return self._index.models[name]
+
+    def _check_held(self, name: str) -> None:
+        if self._digests(name).is_retired:
+            raise InputError(f"model = {name!r}: was removed from {self.path}; its description alone is kept")
 
     @property
     def _rows_file(self) -> RowFile:

@@ -1,6 +1,6 @@
 """The contents of a store: its models, what deduplication saved and cost, as tables for the report and the terminal.
 
-A model that others name as their base cannot be removed from a store alone. Of a damaged store all raise StoreError.
+Of a damaged store all raise StoreError.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ UNKNOWN = "unknown"
 """The epsilon, for people, of what nobody knows the origin of"""
 
 
+UNPROVEN = "unproven"
+"""The loss, for people, of what was accepted without a proof"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
     """A model of a store.
@@ -49,6 +53,7 @@ class StoredModel:
             deduplicated.
         accuracy, perplexity: on the validation records; None of what is not measured, if these are private, or if it
             was not deduplicated.
+        acceptance: how its loss was judged, see `fedpriv.models.dedup.work.Outcome`.
         bases: whose blocks it may hold.
     """
 
@@ -61,6 +66,7 @@ class StoredModel:
     epsilon_after: float | None
     accuracy: float | None
     perplexity: float | None
+    acceptance: str | None
     bases: tuple[str, ...]
 
 
@@ -106,7 +112,11 @@ class StoredVariants:
                 _others(outcome["bases"]),
                 "its own values" if self.lossless else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
                 *_utilities(outcome),
-                MISSING if outcome.get("loss_limit") is None else format_bound(max(0.0, outcome["loss_limit"])),
+                UNPROVEN
+                if outcome.get("acceptance", "proof") != "proof"
+                else MISSING
+                if outcome.get("loss_limit") is None
+                else format_bound(max(0.0, outcome["loss_limit"])),
                 *(
                     format_bound(epsilon) if outcome["origin_known"] else UNKNOWN
                     for epsilon in (
@@ -222,36 +232,10 @@ def stored_models(store: Store) -> list[StoredModel]:
     return [_stored_model(store, name, counts) for name in store.names]
 
 
-def remove(store: Store, names: Collection[str]) -> None:
-    """Remove models; the space of blocks that no other model uses is freed by `Store.compact`.
-
-    Every model that stays can be restored as before. But its epsilon counts the bases that its provenance names, and
-    can be checked only as long as these are known; and a name that becomes free may be given to another model, which
-    would make that provenance a false statement. So a base goes no earlier than the models that name it.
-
-    Args:
-        names: of the models, which go all at once, so that an interruption leaves a store in which all named bases are
-            present.
-
-    Raises:
-        InputError: one is not stored, or is a base of a model that would stay.
-        StoreError: the store is damaged, or cannot be written.
-    """
-    for name in names:
-        store.manifest(name)
-    bases = {name: store.manifest(name).bases for name in store.names}
-    for name in sorted(names):
-        if users := [other for other in bases if name in bases[other] and other not in names]:
-            raise InputError(
-                f"name = {name!r}: is a base of {', '.join(users)}, whose epsilon counts it; remove these as well"
-            )
-    store.remove(*names)
-
-
 def kept_for_others(store: Store, names: Collection[str]) -> dict[str, list[str]]:
-    """{one of these names: the stored models that are restored with its values, which stay as long as they do}."""
-    references = {name: store.manifest(name).provenance.get("reference") for name in store.names}
-    found = {name: [other for other, of in references.items() if of == name != other] for name in names}
+    """{one of these names: the stored models that hold its values, which stay as long as they do}."""
+    holders = {name: (*store.sources(name), store.manifest(name).provenance.get("reference")) for name in store.names}
+    found = {name: [other for other, of in holders.items() if name in of and name != other] for name in names}
     return {name: others for name, others in found.items() if others}
 
 
@@ -272,6 +256,7 @@ def _stored_model(store: Store, name: str, counts: NDArray[np.int64]) -> StoredM
         epsilon_after=outcome.get("epsilon_after"),
         accuracy=accuracy_after(outcome),
         perplexity=perplexity_after(outcome),
+        acceptance=outcome.get("acceptance"),
         bases=manifest.bases,
     )
 

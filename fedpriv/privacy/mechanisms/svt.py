@@ -134,12 +134,16 @@ class SparseVector:
         Raises:
             CutoffReached: `cutoff` earlier answers were positive.
         """
-        if not self._positives_left:
-            raise CutoffReached("every positive answer that the run's epsilon pays for has been given")
+        self.check_open()
         noise = discrete_laplace(self._scales.query, self._source)
         is_positive = query + noise >= threshold + self._threshold_noise
         self._positives_left -= is_positive
         return is_positive
+
+    def check_open(self) -> None:
+        """Raise CutoffReached if no further answer is paid for, before a query is computed in vain."""
+        if not self._positives_left:
+            raise CutoffReached("every positive answer that the run's epsilon pays for has been given")
 
 
 def discrete_laplace(scale: Fraction, source: RandomSource) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from fedpriv.models.dedup import Strategy
+from fedpriv.models.dedup.planning import Acceptance
 from simulations.studies.dedup.data import Split
 from simulations.studies.dedup.scenarios import FIFTY, Scenario
 
@@ -19,6 +21,10 @@ MCTS_ITERATIONS = 10
 THRESHOLDS = (0.0, 0.005, 0.01, 0.015, 0.02)
 BLOCK_SIZES = (128, 256, 512, 1024, 2048)
 IN_STEPS = "in steps"  # the row of private validation, which no search chooses for
+SPARSE = ("greedy-20", "greedy-30", "drd", "dred")  # of Table 3
+CUTOFF, CUTOFFS = 3, range(2, 8)  # of Tables 3 and 8
+BY_RULE = ", empirical"
+"""Ends the name of a table by the paper's rule, which proves nothing."""
 SMALLEST_RANGES = (10, 15, 20, 30, 40, 60)
 EVERYTHING = 10**6
 
@@ -73,6 +79,7 @@ class DedupCell:
         epsilon_bound, utility_bound: for every variant; None takes the scenario's.
         ordered: whether the order of utilities is kept too, which tightens the utility bounds.
         private: whether the validation records count as private.
+        acceptance, cutoff: see `fedpriv.models.dedup.planning.DedupSettings`.
         seed: of private validation.
     """
 
@@ -91,6 +98,8 @@ class DedupCell:
     utility_bound: float | None = None
     ordered: bool = False
     private: bool = False
+    acceptance: Acceptance = "proof"
+    cutoff: int | None = None
     seed: int = field(default=0)
 
     @property
@@ -107,19 +116,34 @@ def cells(scenario: Scenario) -> Iterator[DedupCell]:
         common = {"scenario": name, "table": table, "row": str(row), "block_size": scenario.block_size}
         return DedupCell(**{**common, "max_distance": scenario.max_distance, **values})
 
+    def by_rule(table: str, row: object, **values: Any) -> DedupCell:
+        return cell(table + BY_RULE, row, **values, acceptance="empirical")
+
     name = scenario.name
-    for row in _PUBLICLY.get(name, tuple(SEARCHES)):
-        yield cell("algorithms", row, search=row)
+    for made in (cell, by_rule):
+        for row in _PUBLICLY.get(name, tuple(SEARCHES)):
+            yield made("algorithms", row, search=row)
+        yield from _ablations(name, made)
+        yield from _bases(scenario, made)
+    seeds = range(LARGE_SVT_SEEDS if len(scenario.models) >= 10 else SVT_SEEDS)
     if name not in ("hetero", "fifty", *_SUB_SCENARIOS):
-        for seed in range(LARGE_SVT_SEEDS if len(scenario.models) >= 10 else SVT_SEEDS):
+        for seed in seeds:
             yield cell("private validation", IN_STEPS, private=True, seed=seed)
+    for seed, row in product(seeds, SPARSE if name in (*MAIN, "fifty") else ()):
+        yield cell("sparse vector", row, search=row, private=True, cutoff=CUTOFF, seed=seed)
+    for seed, cutoff in product(seeds, CUTOFFS if name in ("A1", "A4") else ()):
+        yield cell("cutoff", cutoff, private=True, cutoff=cutoff, seed=seed)
     if name in MAIN:
         yield cell("ordered utilities", "dred", ordered=True)
         for row in ("greedy-20", "drd", "dred", *BY_L):
             yield cell("tuning", row, search=row, split="tuning")
         for row in BY_L:
             yield cell("L", row, search=row)
-    yield from _ablations(name, cell)
+
+
+def _bases(scenario: Scenario, cell: Any) -> Iterator[DedupCell]:
+    """Figures 6 and 9."""
+    name = scenario.name
     if name in FIFTY:
         # The paper's section 5.2.2: the bound of each is the sum of the first three epsilons.
         relaxed = sum(model.epsilon for model in scenario.models[:3])

@@ -100,7 +100,8 @@ def _of_variant(
     if after > store.manifest(name).privacy["epsilon"] + TOLERANCE * after:
         yield f"epsilon {name}: {after:.4f}, but its manifest says {store.manifest(name).privacy['epsilon']:.4f}"
     number = len(records(out, model.architecture, model.task, split))
-    proof = tuple((np.arange(number) if line["cell"]["private"] else proof_records(number)).tolist())
+    is_proof = not line["cell"]["private"] and line["cell"].get("acceptance", "proof") == "proof"
+    proof = tuple((proof_records(number) if is_proof else np.arange(number)).tolist())
     before = _original_correct(out, originals, model, split, proof)
     now = num_correct(out, model, restored, split, proof)
     if bases and before - now > described[name]["utility_bound"] * len(proof) + 1e-6:

@@ -168,7 +168,7 @@ def prepare(out: Path, data: Path, task: TextTask) -> None:
         texts, labels = _CORPORA[task](data)
         num = sum(TEXT_SIZES[task].values())
         print(f"{task}: {num} texts are being encoded", flush=True)
-        _write(out / "texts", task, _encoded(texts[:num], _num_with_tokens(task)), labels[:num])
+        _write(out / "texts", task, _encoded(task, texts[:num], _num_with_tokens(task)), labels[:num])
 
 
 def embedded(out: Path, task: TextTask, split: Split) -> Vectors:
@@ -193,8 +193,9 @@ class _Encoded:
 
 
 @torch.inference_mode()
-def _encoded(texts: Sequence[str], num_with_tokens: int) -> _Encoded:
+def _encoded(task: TextTask, texts: Sequence[str], num_with_tokens: int) -> _Encoded:
     """Embeddings of all texts, and the states of the first ones, in passes of one length: no token is padding."""
+    done = 0
     base = encoder(torch.bfloat16)
     ids = base.tokenizer(list(texts), truncation=True, max_length=MAX_TOKENS)["input_ids"]
     lengths = torch.tensor([len(each) for each in ids])
@@ -210,6 +211,9 @@ def _encoded(texts: Sequence[str], num_with_tokens: int) -> _Encoded:
                 states[places] = hidden[kept].half()
             hidden = layer(hidden)
         embeddings[rows] = F.normalize(hidden.float().mean(dim=1), dim=1) * EMBEDDING**0.5
+        done += len(rows)
+        if done * 10 // len(ids) > (done - len(rows)) * 10 // len(ids):
+            print(f"{task}: {done} of {len(ids)} texts are encoded", flush=True)
     return _Encoded(embeddings, lengths, starts, states)
 
 

@@ -119,6 +119,8 @@ def deduplicated(
         strategy=cell.strategy,
         max_distance=cell.max_distance,
         fairness="outcome" if cell.epsilon_bound is not None else scenario.fairness,
+        acceptance=cell.acceptance,
+        cutoff=cell.cutoff,
     )
     private = None
     if cell.private:

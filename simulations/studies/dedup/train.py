@@ -30,7 +30,7 @@ from fedpriv.models.variants.composition import History, Upload
 from fedpriv.models.variants.folders import Described
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import SeededSource
-from simulations.studies.dedup.data import TEXT_SIZES, Split, Task, is_text, prepare, records
+from simulations.studies.dedup.data import TEXT_SIZES, Split, Task, prepare, records
 from simulations.studies.dedup.dp_sgd import train_privately, train_publicly
 from simulations.studies.dedup.networks import load, network, to_arrays
 from simulations.studies.dedup.records import Pass, Tensors, together
@@ -56,6 +56,7 @@ def start(out: Path, model: Model) -> Tensors:
             value.requires_grad_(name.startswith(recipe.public_prefix))
         several = [records(out, model.architecture, task, "public") for task in _public_tasks(model)]
         public = together([each.first(recipe.public_records) for each in several])
+        print(f"{path.stem}: the start is being trained on {len(public)} public records", flush=True)
         train_publicly(trainee, public, epochs=recipe.public_epochs, learning_rate=recipe.public_learning_rate)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as file:
@@ -138,7 +139,8 @@ def train_all(out: Path, scenarios: Sequence[Scenario], *, data: Path, jobs: int
         InputError: a file of texts is missing.
     """
     models = {model.name: model for scenario in scenarios for model in scenario.all_models}
-    tasks = {model.task for model in models.values() if is_text(model.task)}
+    # A model may start from texts that it is never trained on privately.
+    tasks = {task for model in models.values() for task in (model.task, *_public_tasks(model))}
     ordered = [task for task in TEXT_SIZES if task in tasks]
     list(in_processes(partial(prepare, out, data), ordered, jobs))
     # The same steps without noise, once for all models that differ in epsilon alone.

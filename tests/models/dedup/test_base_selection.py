@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fedpriv.models.dedup._base_selection import (
     Candidate,
-    basic_cost,
     cluster,
     fair_limits,
     metadata_distance,
@@ -16,7 +15,20 @@ from fedpriv.models.dedup._base_selection import (
     select_bases,
     worthwhile_bases,
 )
-from fedpriv.models.variants.composition import Guarantee
+from fedpriv.models.variants.composition import Claim, Guarantee, basic
+
+
+def basic_cost(target, bases):
+    """Theorem 4.1: epsilons on the same data add up, disjoint data give the maximum."""
+    return basic(
+        Claim(name=each.name, data_sets=each.data_sets, epsilon=each.epsilon, delta=each.delta)
+        for each in (target, *bases)
+    )
+
+
+def selected(variants, *, cost=basic_cost, **options):
+    return select_bases(variants, cost, **options)
+
 
 # Table 1 of the paper: epsilons and the bound on their increase; A3's models are trained on disjoint parts.
 SCENARIOS = {
@@ -59,17 +71,17 @@ def bases(selection):
 def test_the_first_model_is_the_base_of_all_others(name):
     # Section 5.1.1: "the first model is selected as the base model for all scenarios except A2".
     first, *others = [each.name for each in scenario(name)]
-    selection = select_bases(scenario(name), fairness="outcome")
+    selection = selected(scenario(name), fairness="outcome")
     assert bases(selection) == dict.fromkeys(others, (first,))
     assert selection.untouched == {first: "serves as a base"}
 
 
 def test_all_models_of_a2_dangle_and_use_a3s_first():
     # "All models in A2 are dangling models, and they will use the model from A3 with epsilon = 0.2".
-    alone = select_bases(scenario("A2"))
+    alone = selected(scenario("A2"))
     assert not alone.assignments
     assert set(alone.untouched.values()) == {"no base meets its epsilon bound"}
-    together = select_bases([*scenario("A2"), *scenario("A3")])
+    together = selected([*scenario("A2"), *scenario("A3")])
     assert {bases(together)[each.name] for each in scenario("A2")} == {("A3-0.2",)}
     assert all(together.assignments[each.name].guarantee.epsilon == each.epsilon for each in scenario("A2"))
     assert sorted(map(len, together.clusters)) == [5, 5]
@@ -77,11 +89,11 @@ def test_all_models_of_a2_dangle_and_use_a3s_first():
 
 @pytest.mark.parametrize("name", ["A1", "A3", "B1"])
 def test_bounds_cut_for_fairness_leave_wide_steps_as_they_are(name):
-    assert bases(select_bases(scenario(name))) == bases(select_bases(scenario(name), fairness="outcome"))
+    assert bases(selected(scenario(name))) == bases(selected(scenario(name), fairness="outcome"))
 
 
 def test_costs_are_those_of_theorem_4_1():
-    selection = select_bases(scenario("B1"))
+    selection = selected(scenario("B1"))
     assert [each.guarantee.epsilon for each in selection.assignments.values()] == list(range(3, 12))
     assert {each.guarantee.delta for each in selection.assignments.values()} == {2e-5}
 
@@ -89,7 +101,7 @@ def test_costs_are_those_of_theorem_4_1():
 @pytest.mark.parametrize("strategy", ["multi", "cross"])
 def test_rivals_take_bases_while_the_bound_lasts(strategy):
     # Section 5.2.2 relaxes the bound to the sum of the first three epsilons: the first three become the bases.
-    selection = select_bases(scenario("B1", 6.0), strategy=strategy, fairness="outcome")
+    selection = selected(scenario("B1", 6.0), strategy=strategy, fairness="outcome")
     first = ("B1-1.0", "B1-2.0", "B1-3.0")
     assert {bases(selection)[f"B1-{epsilon}.0"] for epsilon in range(4, 11)} == {first}
     assert selection.assignments["B1-10.0"].guarantee.epsilon == 16.0
@@ -104,7 +116,7 @@ def test_the_papers_adjustment_of_epsilon_would_turn_the_order_round():
     models = [variant("M1", 1.0, 2.0), variant("M2", 3.0, 2.0), variant("M3", 3.5, 2.0)]
     assert min(2.0, 3.0 - 1.0) == 2.0, "the paper's adjusted bound of M2: M1 as base gives 4 > 3.5"
     assert fair_limits(models[1], models).epsilon == 3.5
-    assert "M2" not in bases(select_bases(models))
+    assert "M2" not in bases(selected(models))
 
 
 def test_utility_may_fall_to_the_next_lower_one_on_the_same_data():
@@ -112,7 +124,7 @@ def test_utility_may_fall_to_the_next_lower_one_on_the_same_data():
     others = [variant("w", 2.0, data="E", utility=0.799)]
     assert fair_limits(models[1], models + others).utility == 0.79
     assert own_limits(models[1]).utility == pytest.approx(0.785)
-    selection = select_bases(models, fairness="outcome")
+    selection = selected(models, fairness="outcome")
     assert all(each.limits.utility == 0.79 for each in selection.assignments.values())
 
 
@@ -121,24 +133,24 @@ def test_a_target_prefers_the_base_that_adds_least():
     both = Candidate(**vars(variant("s", 0.1, 0.0)) | {"data_sets": frozenset("DE")})
     elsewhere = variant("e", 4.0, 0.0, data="E", tags=frozenset({"x"}))
     # Algorithm 2's letter takes the smaller epsilon, its text the smaller increase: here 5.1 against 5.
-    selection = select_bases([target, both, elsewhere], max_distance=1.0)
+    selection = selected([target, both, elsewhere], max_distance=1.0)
     assert bases(selection)["t"] == ("e",)
 
 
 def test_a_bound_that_nothing_can_meet_leaves_the_model_as_it_is():
-    selection = select_bases([variant("low", 1.0, 0.0), variant("high", 2.0, 0.5)])
+    selection = selected([variant("low", 1.0, 0.0), variant("high", 2.0, 0.5)])
     assert not selection.assignments
     assert set(selection.untouched.values()) == {"no base meets its epsilon bound"}
-    assert select_bases([]).assignments == {}
+    assert selected([]).assignments == {}
 
 
 def test_a_base_of_another_architecture_is_taken_where_its_own_offers_none():
     alone = variant("vit", 2.0, data="E", architecture="vit")
-    selection = select_bases([variant("a", 1.0, 1.0), variant("b", 2.0, 1.0), alone])
+    selection = selected([variant("a", 1.0, 1.0), variant("b", 2.0, 1.0), alone])
     assert bases(selection) == {"b": ("a",), "vit": ("a",)}
     assert len(selection.clusters) == 2
     pair = [alone, variant("wit", 4.0, 2.0, data="E", architecture="vit")]
-    assert bases(select_bases([variant("a", 1.0, 1.0), variant("b", 2.0, 1.0), *pair])) == {
+    assert bases(selected([variant("a", 1.0, 1.0), variant("b", 2.0, 1.0), *pair])) == {
         "b": ("a",),
         "wit": ("vit",),
     }
@@ -148,7 +160,7 @@ def test_one_cluster_of_all_architectures_has_the_paper_s_single_base():
     # The heterogeneous scenario: four at epsilon 2 of one architecture, three at 5 of another, all data disjoint.
     models = [variant(f"vit-{n}", 2.0, 0.0, data=f"V{n}", architecture="vit") for n in range(4)]
     models += [variant(f"text-{n}", 5.0, 0.0, data=f"T{n}") for n in range(3)]
-    selection = select_bases(models, max_distance=2.0)
+    selection = selected(models, max_distance=2.0)
     assert bases(selection) == {each.name: ("vit-0",) for each in models if each.name != "vit-0"}
     after = {name: each.guarantee.epsilon for name, each in selection.assignments.items()}
     assert after == {each.name: each.epsilon for each in models[1:]}
@@ -160,8 +172,8 @@ def test_a_cost_by_provenance_lets_a_later_round_use_an_earlier_one():
         return Guarantee(epsilon=max(v.epsilon for v in (target, *others)), delta=target.delta)
 
     models = [variant(f"round-{r}", r / 10, 0.0) for r in (5, 10, 15)]
-    assert bases(select_bases(models, cost=union)) == {"round-10": ("round-5",), "round-15": ("round-5",)}
-    assert not select_bases(models, cost=basic_cost).assignments
+    assert bases(selected(models, cost=union)) == {"round-10": ("round-5",), "round-15": ("round-5",)}
+    assert not selected(models, cost=basic_cost).assignments
 
 
 def test_a_base_that_costs_no_epsilon_still_costs_a_target():
@@ -170,11 +182,11 @@ def test_a_base_that_costs_no_epsilon_still_costs_a_target():
         return Guarantee(epsilon=max(v.epsilon for v in (target, *others)), delta=target.delta)
 
     models = [variant(f"round-{r}", r / 10, 0.5) for r in range(1, 9)]
-    unlimited = bases(select_bases(models, strategy="multi", cost=union))
+    unlimited = bases(selected(models, strategy="multi", cost=union))
     assert {name: len(its_bases) for name, its_bases in unlimited.items()} == {"round-8": 7}
-    limited = bases(select_bases(models, strategy="multi", cost=union, most_bases=worthwhile_bases))
+    limited = bases(selected(models, strategy="multi", cost=union, most_bases=worthwhile_bases))
     assert limited == {f"round-{r}": ("round-1",) for r in range(2, 9)}
-    of_two = bases(select_bases(models, strategy="multi", cost=union, most_bases=lambda num: 2))
+    of_two = bases(selected(models, strategy="multi", cost=union, most_bases=lambda num: 2))
     assert of_two == {f"round-{r}": ("round-1", "round-2") for r in range(3, 9)}
 
 
@@ -215,7 +227,7 @@ def test_distance_by_metadata(one, other, apart):
 )
 def test_what_cannot_be_selected_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        select_bases(**{"variants": []} | arguments)
+        selected(**{"variants": []} | arguments)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +271,7 @@ STRATEGIES, FAIRNESS = st.sampled_from(["single", "multi", "cross"]), st.sampled
 @given(VARIANTS, STRATEGIES, FAIRNESS, st.sampled_from([None, worthwhile_bases]), st.randoms())
 @settings(deadline=None, max_examples=300)
 def test_every_selection_keeps_bounds_orders_and_roles(variants, strategy, fairness, most, random):
-    selection = select_bases(variants, strategy=strategy, fairness=fairness, most_bases=most)
+    selection = selected(variants, strategy=strategy, fairness=fairness, most_bases=most)
     by_name, chosen = {each.name: each for each in variants}, bases(selection)
     assert set(chosen) | set(selection.untouched) == set(by_name)
     assert not set(chosen) & set(selection.untouched)
@@ -284,4 +296,4 @@ def test_every_selection_keeps_bounds_orders_and_roles(variants, strategy, fairn
                 assert after[one.name] <= after[other.name]
 
     shuffled = random.sample(variants, len(variants))
-    assert select_bases(shuffled, strategy=strategy, fairness=fairness, most_bases=most) == selection
+    assert selected(shuffled, strategy=strategy, fairness=fairness, most_bases=most) == selection

@@ -7,7 +7,7 @@ import pytest
 
 from fedpriv.errors import InputError
 from fedpriv.models.dedup import distance
-from fedpriv.models.dedup.distance import METRICS, aligned, least_memory, nearest
+from fedpriv.models.dedup.distance import METRICS, nearest
 
 every_metric = pytest.mark.parametrize("metric", sorted(METRICS))
 
@@ -38,10 +38,11 @@ def test_nearest_is_brute_force(metric, dtype, num_targets, num_bases, block_siz
 
 
 @every_metric
-def test_small_tiles_change_nothing(metric):
+def test_small_tiles_change_nothing(metric, monkeypatch):
     targets, bases = random_blocks(0, 37, 2500), random_blocks(1, 53, 2500)
-    small = nearest(targets, bases, metric, memory_bytes=least_memory(2500) + 200_000)
     large = nearest(targets, bases, metric)
+    monkeypatch.setattr(distance, "_TILE", 5)
+    small = nearest(targets, bases, metric)
     np.testing.assert_array_equal(small[0], large[0])
     np.testing.assert_array_equal(small[1], large[1])
 
@@ -67,15 +68,16 @@ def test_differences_far_below_the_rounding_of_float32_products_are_told_apart(m
     steps = np.array([3, 1, 2, 1, 5])[:, None] * 1e-8 * random_blocks(3, 1, 4096, np.float64)
     indices, distances = nearest(base, base + steps, metric)
     assert indices.tolist() == [1], "of two equal ones the first"
-    np.testing.assert_allclose(distances, aligned(base, base + steps[1:2], metric))
+    np.testing.assert_allclose(distances, nearest(base, base + steps[1:2], metric)[1])
     assert distances[0] > 0
 
 
 @every_metric
-@pytest.mark.parametrize("memory", [least_memory(8), 2**28])
-def test_ties_go_to_the_smallest_index_across_tiles(metric, memory):
+@pytest.mark.parametrize("tile", [2, 1024])
+def test_ties_go_to_the_smallest_index_across_tiles(metric, tile, monkeypatch):
+    monkeypatch.setattr(distance, "_TILE", tile)
     bases = np.tile(random_blocks(4, 3, 8), (30, 1))
-    indices, distances = nearest(bases, bases, metric, memory)
+    indices, distances = nearest(bases, bases, metric)
     assert indices.tolist() == [0, 1, 2] * 30
     assert distances.tolist() == [0.0] * 90
 
@@ -108,38 +110,28 @@ def test_memory_maps_are_read(metric, tmp_path):
 
 @pytest.mark.slow
 @every_metric
-@pytest.mark.parametrize("memory", [2**20, 2**22])
-def test_working_memory_stays_within_its_bound(metric, memory):
+def test_working_memory_is_that_of_a_tile(metric, monkeypatch):
+    monkeypatch.setattr(distance, "_TILE", 100)
     targets, bases = random_blocks(0, 700, 3000), random_blocks(1, 900, 3000)
-    distance.nearest(targets[:2], bases[:2], metric)
+    nearest(targets[:2], bases[:2], metric)
     tracemalloc.start()
     try:
-        nearest(targets, bases, metric, memory)
+        nearest(targets, bases, metric)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak <= memory
+    assert peak <= 48 * 100 * 100 + 16 * 100 * 3000 + 2**17
 
 
-@every_metric
-def test_aligned_blocks_are_compared_at_the_same_place(metric):
-    targets, bases = random_blocks(0, 6, 40), random_blocks(1, 6, 40)
-    expected = [brute_force(targets[k : k + 1], bases[k : k + 1], metric)[1][0] for k in range(6)]
-    np.testing.assert_allclose(aligned(targets, bases, metric), expected, rtol=1e-9)
-    assert aligned(targets, targets, metric).tolist() == [0.0] * 6
-
-
-@pytest.mark.parametrize("compare", [nearest, aligned])
-def test_unknown_metrics_are_refused_with_the_known_ones(compare):
+def test_unknown_metrics_are_refused_with_the_known_ones():
     blocks = random_blocks(0, 2, 3)
     with pytest.raises(InputError, match="distance = 'bogus': known are l2, l1, cosine"):
-        compare(blocks, blocks, "bogus")
+        nearest(blocks, blocks, "bogus")
 
 
-@pytest.mark.parametrize("compare", [nearest, aligned])
-def test_blocks_of_other_sizes_are_refused(compare):
+def test_blocks_of_other_sizes_are_refused():
     with pytest.raises(ValueError, match="shape"):
-        compare(random_blocks(0, 2, 3), random_blocks(0, 2, 4))
+        nearest(random_blocks(0, 2, 3), random_blocks(0, 2, 4))
 
 
 @every_metric
@@ -156,8 +148,3 @@ def test_no_target_gives_nothing_and_no_base_is_refused():
     assert [len(found) for found in nearest(bases[:0], bases)] == [0, 0]
     with pytest.raises(ValueError, match="at least one block"):
         nearest(bases, bases[:0])
-
-
-def test_too_little_memory_is_refused_with_what_is_needed():
-    with pytest.raises(InputError, match=f"memory_bytes = 1000: .* at least {least_memory(100)}"):
-        nearest(random_blocks(0, 2, 100), random_blocks(1, 2, 100), memory_bytes=1000)

@@ -9,7 +9,7 @@ from fedpriv.errors import InputError
 from fedpriv.models.dedup.pipeline import deduplicate
 from fedpriv.models.dedup.planning import DedupSettings
 from fedpriv.models.variants.store import Store
-from fedpriv.models.variants.stored import kept_for_others, remove
+from fedpriv.models.variants.stored import kept_for_others
 from tests.models.variants.test_blocks import same_bits
 from tests.stores import content_of, described
 
@@ -18,7 +18,7 @@ RNG = np.random.default_rng(3)
 TRUTH = RNG.normal(size=SIZE)
 RECORDS = RNG.normal(size=(6000, SIZE))
 LABELS = RECORDS @ TRUTH > 0
-SETTINGS = DedupSettings(block_size=64, algorithm="lossless", accountant="rdp")
+SETTINGS = DedupSettings(block_size=64, algorithm="lossless")
 NAMES = [f"round-{number}" for number in range(1, 21)]
 
 
@@ -72,9 +72,9 @@ def test_whoever_removes_the_reference_is_told_whose_values_stay(tensors, tmp_pa
         (chosen,) = {store.manifest(name).provenance["reference"] for name in NAMES}
         assert store.manifest("other").provenance["reference"] is None
         assert kept_for_others(store, [chosen, "other"]) == {chosen: sorted(set(NAMES) - {chosen})}
-        remove(store, [chosen])
+        store.remove(chosen)
         assert kept_for_others(store, [chosen]) == {chosen: sorted(set(NAMES) - {chosen})}
-        remove(store, set(NAMES) - {chosen})
+        store.remove(*(set(NAMES) - {chosen}))
         assert kept_for_others(store, [chosen]) == {}
 
 
@@ -93,7 +93,7 @@ def test_an_interrupted_one_goes_on_and_another_way_is_refused(tensors, tmp_path
     stored(tmp_path / "s", tensors)
     assert content_of(tmp_path / "s") == content_of(tmp_path / "whole")
     with pytest.raises(InputError, match="from other settings"):
-        stored(tmp_path / "s", tensors, replace(SETTINGS, block_size=64, accountant="pld"))
+        stored(tmp_path / "s", tensors, replace(SETTINGS, aggregation="l1"))
     with pytest.raises(InputError, match=r"option = 'bits': lossless has none"):
         stored(tmp_path / "new", tensors, replace(SETTINGS, options={"bits": 4}))
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from fedpriv.errors import InputError, StoreError
 from fedpriv.models.dedup.pipeline import check, deduplicate
 from fedpriv.models.dedup.planning import DedupSettings, ValidationCharge, add_charges, read_charges
 from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords
-from fedpriv.models.dedup.work import Outcome, Progress, _seconds_left
+from fedpriv.models.dedup.work import Outcome, Progress, ProgressWatch
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import PureEpsilon
@@ -263,8 +264,11 @@ def test_the_observer_sees_every_validation_and_every_variant(tmp_path):
     assert seen[-1].seconds_left == 0
 
 
-def test_the_time_left_is_the_mean_of_each_kind():
-    assert _seconds_left({True: [2.0, 4.0], False: [1.0]}, {True: 3, False: 1}, 1.5) == 3 * 3 + 1 - 1.5
-    assert _seconds_left({True: [], False: [1.0]}, {True: 0, False: 2}, 0.0) == 2
-    assert _seconds_left({True: [], False: [1.0]}, {True: 1, False: 0}, 0.0) is None
-    assert _seconds_left({True: [1.0], False: []}, {True: 1, False: 0}, 9.0) == 0
+def test_the_time_left_is_what_the_variants_so_far_took_in_the_mean(monkeypatch):
+    now, seen = iter([6.0, 6.0, 9.0]), []
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    watch = ProgressWatch(observer=seen.append, num_variants=5, num_left=3, _began=0.0)
+    for name in ("a", "b"):
+        watch.begin(name)
+        watch.store()
+    assert [(each.num_stored, each.seconds_left) for each in seen] == [(2, None), (3, 12.0), (3, 12.0), (4, 4.5)]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fedpriv.errors import InputError
 from fedpriv.models.dedup import saliency
-from fedpriv.models.dedup.saliency import AGGREGATIONS, MEASURES, block_saliency, by_block, private_gradient
+from fedpriv.models.dedup.saliency import AGGREGATIONS, MEASURES, by_block, private_gradient
 from fedpriv.models.variants.blocks import layout_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
@@ -204,15 +204,13 @@ def test_adding_a_record_moves_the_result_by_at_most_the_clip_norm():
         assert 0 < moved <= 0.05
 
 
-VALUES = np.array([[1.0, -3.0, 2.0, 2.0], [-4.0, 3.0, 9.0, 9.0]])
-# The last two values of the second row are padding.
+VALUES = {"w": np.array([1.0, -3.0, 2.0, 2.0, -4.0, 3.0], dtype=np.float32)}
 EXPECTED = {"l1": [2.0, 3.5], "l2": [4.5**0.5, 12.5**0.5], "linf": [3.0, 4.0], "q75": [2.25, 3.75]}
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
 def test_blocks_are_aggregated_without_their_padding(aggregation):
-    found = block_saliency(VALUES, np.array([4, 2]), aggregation)
-    np.testing.assert_allclose(found, EXPECTED[aggregation])
+    np.testing.assert_allclose(by_block(VALUES, layout_of(VALUES, 4), aggregation), EXPECTED[aggregation])
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
@@ -228,9 +226,6 @@ def test_blocks_of_a_layout_are_those_of_its_tensors(aggregation):
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(InputError, match="aggregation = 'bogus': known are l2, l1, linf, q75"):
-        block_saliency(VALUES, np.array([4, 2]), "bogus")
+        by_block(VALUES, layout_of(VALUES, 4), "bogus")
     with pytest.raises(InputError, match="saliency = 'bogus': known are gradient, magnitude, wanda, fisher"):
         saliency.measure("bogus")
-    for wrong in ([4, 0], [4, 5], [4]):
-        with pytest.raises(ValueError, match="num_values"):
-            block_saliency(VALUES, np.array(wrong))

@@ -1,13 +1,17 @@
 """What a variant loses is limited with the stated confidence, on public records and, with noise, on private ones."""
 
 import math
+from collections import Counter
+from functools import cache, partial
+from itertools import combinations
 
 import numpy as np
 import pytest
 from scipy.signal import fftconvolve
-from scipy.stats import binom, multinomial, poisson
+from scipy.stats import binom, chisquare, multinomial, poisson
 
 from fedpriv.models.dedup import validation
+from fedpriv.models.dedup.algorithms import ALGORITHMS
 from fedpriv.models.dedup.validation import (
     CONFIDENCE,
     PrivateQueries,
@@ -346,3 +350,129 @@ def test_only_pass_or_fail_is_shown():
     assert hidden.proof is None
     assert hidden.needed is None
     assert "50000" not in repr(hidden)
+
+
+def test_the_papers_rule_accepts_a_loss_at_the_bound_on_all_records_and_proves_nothing():
+    rule = PublicValidation(Answers(3000), original(3000), 0.01, acceptance="empirical")
+    assert [rule.accept(losing(3000, lost)) for lost in (30, 31)] == [True, False]
+    assert rule.proves(losing(3000, 30))
+    assert (rule.proof.after, rule.proof.limit, rule.proof.num_records) == (pytest.approx(0.49), None, 3000)
+    assert not PublicValidation(Answers(3000), original(3000), 0.01).proves(losing(3000, 30))
+
+
+class Drops(Answers):
+    """An evaluator whose form k loses so many of a few records."""
+
+    def __init__(self, lost: dict[int, int]) -> None:
+        super().__init__(8)
+        self.lost = lost
+
+    def utilities(self, tensors, records):
+        return (records >= self.lost[tensors["form"]]).astype(float)
+
+
+SEARCHED, EPSILON = 6, 1.5
+FORMS = {
+    positions: number
+    for number, positions in enumerate(
+        frozenset(few) for num in range(SEARCHED + 1) for few in combinations(range(SEARCHED), num)
+    )
+}
+
+
+def walked(search, answers: tuple[bool, ...], cutoff: int):
+    """{the forms asked about, the answers} of every way that a search may go, from those after given answers."""
+    asked = []
+
+    def accept(positions):
+        if answers[: len(asked)].count(False) == cutoff:
+            raise CutoffReached
+        if len(asked) == len(answers):
+            raise NextQuestionError(FORMS[positions])
+        asked.append(FORMS[positions])
+        return answers[len(asked) - 1]
+
+    try:
+        search(SEARCHED, accept)
+        return [(tuple(asked), answers)]
+    except NextQuestionError:
+        return [each for answer in (True, False) for each in walked(search, (*answers, answer), cutoff)]
+
+
+class NextQuestionError(Exception):
+    pass
+
+
+def likelihood(way, lost: dict[int, int], threshold: int, scales) -> float:
+    """The probability of one way, in the plain: the threshold's noise summed over, then a product over answers."""
+    ratio = math.exp(-1 / float(scales.threshold))
+    total = (1 - ratio) / (1 + ratio) * ratio ** np.abs(NOISE)
+    for form, passed in zip(*way, strict=True):
+        fails = failing(threshold + 1 - lost[form], float(scales.query))
+        total = total * (1 - fails if passed else fails)
+    return float(total.sum())
+
+
+NOISE = np.arange(-300, 301)
+
+
+@cache
+def failing(margin: int, scale: float) -> np.ndarray:
+    """P(discrete Laplace >= margin + the threshold's noise), in closed form, for every value of the latter."""
+    values, ratio = margin + NOISE, math.exp(-1 / scale)
+    above, below = ratio ** np.maximum(values, 1) / (1 + ratio), 1 - ratio ** np.maximum(1 - values, 1) / (1 + ratio)
+    return np.where(values > 0, above, below)
+
+
+@pytest.mark.parametrize("cutoff", [2, *slow(1, 3)])
+@pytest.mark.parametrize("name", ["drd", "dred", "greedy"])
+def test_all_answers_of_a_search_by_algorithm_5_cost_epsilon_by_brute_force(name, cutoff):
+    """Every way that a search may go, on the worst pair of neighbours for it, and the class goes them as often."""
+    search = partial(ALGORITHMS[name], **({"batch": 1} if name == "greedy" else {"min_batch": 1}))
+    ways, scales = walked(search, (), cutoff), noise_scales(EPSILON, cutoff, 2)
+    lost = {form: (form * 5) % 4 + 1 for form in FORMS.values()}
+    assert sum(likelihood(way, lost, 2, scales) for way in ways) == pytest.approx(1)
+    largest = 0.0
+    for way in ways:
+        passes = dict(zip(*way, strict=True))
+        for sign in (1, -1):  # one record moves each answer by two, towards what was answered or away from it
+            other = lost | {form: lost[form] + (2 * sign if passed else -2 * sign) for form, passed in passes.items()}
+            largest = max(largest, math.log(likelihood(way, lost, 2, scales) / likelihood(way, other, 2, scales)))
+    assert 0.5 * EPSILON < largest <= EPSILON, "nor is more noise drawn than need be"
+    drawn = Counter(answered(search, lost, cutoff, seed) for seed in range(1000))
+    assert set(drawn) <= set(ways)
+    expected = np.array([1000 * likelihood(way, lost, 2, scales) for way in ways])
+    seen, often = np.array([drawn[way] for way in ways]), expected >= 8
+    pairs = [np.append(each[often], each[~often].sum()) for each in (seen, expected)]
+    assert chisquare(*(each + 1e-9 for each in pairs), sum_check=False).pvalue > 1e-5
+
+
+def answered(search, lost: dict[int, int], cutoff: int, seed: int):
+    """The way that the class itself goes."""
+    evaluator, asked, answers = Drops(lost), [], []
+    run = PrivateValidation(
+        evaluator, lambda: np.ones(8), 0.25, epsilon=EPSILON, charge=lambda _: None, source=SeededSource("way", seed),
+        cutoff=cutoff,
+    )  # fmt: skip
+
+    assert run._answers._scales == noise_scales(EPSILON, cutoff, 2)
+
+    def accept(positions):
+        answers.append(run.accept({"form": FORMS[positions]}))
+        asked.append(FORMS[positions])
+        return answers[-1]
+
+    result = search(SEARCHED, accept)
+    assert result.num_validations == len(asked)
+    return tuple(asked), tuple(answers)
+
+
+def test_after_the_last_failure_no_record_is_looked_at():
+    run = private(bound=0.01, cutoff=2)
+    assert [run.accept(losing(100_000, lost)) for lost in (0, 20_000, 500, 20_000)] == [True, False, True, False]
+    run._evaluator = None
+    with pytest.raises(CutoffReached):
+        run.accept(losing(100_000, 0))
+    assert (run.acceptance, run.proof, private().acceptance) == ("sparse vector", None, "proof")
+    with pytest.raises(ValueError, match="cutoff = 0"):
+        private(cutoff=0)

@@ -16,8 +16,6 @@ from fedpriv.models.variants.composition import (
     Upload,
     _merge_overlapping,
     basic,
-    client_ancestors,
-    global_ancestors,
     publication_cost,
     uploads_of,
 )
@@ -25,6 +23,7 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Key
+from server.registry import client_ancestors, global_ancestors
 
 DELTA = 1e-5
 CLIENTS, ROUNDS = ("a", "b"), (1, 2, 3)
