@@ -9,7 +9,7 @@ import pytest
 
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
-from fedpriv.holder.vault import _charging, _guard
+from fedpriv.holder.vault import _charging, _guard, holder
 from fedpriv.holder.vault.settings import NodeLimits
 from fedpriv.learning.training.local_update import UpdateSpec, planned_event
 from fedpriv.learning.training.noise_plan import calibrated
@@ -116,15 +116,20 @@ def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_an
         ({**PAPERS, "noise_multiplier": 1.0}, "give one of the two"),
         ({**PAPERS, "mechanism_parameters": UNIFORM}, "target_epsilon_published = 3: is of mechanism = lmo with"),
         ({**PAPERS, "mechanism": "gaussian", "mechanism_parameters": ""}, "target_epsilon_published = 3"),
-        (
-            {**PAPERS, "data": "on-nodes", "labels": ["a", "b"]},
-            "for simulations alone; data = on-nodes needs target_ep",
-        ),
     ],
 )
 def test_what_does_not_fit_lmo_noise_is_refused_by_name(small_run, changes, message):
     with pytest.raises(InputError, match=message):
         parse({**small_run, **LMO, **changes})
+
+
+# A deployed coordinator reads its configuration by the first, a node's vault each message's by the second.
+@pytest.mark.parametrize("read", [parse, holder.parsed])
+def test_a_coordinator_and_a_node_refuse_the_papers_terms(read):
+    deployed = {"data": "on-nodes", "labels": "a,b", **LMO, **PAPERS}
+    with pytest.raises(InputError, match="for simulations alone; data = on-nodes needs target_epsilon"):
+        read(deployed)
+    assert read({**deployed, "target_epsilon_published": "", "mechanism_parameters": UNIFORM}).data == "on-nodes"
 
 
 def test_a_file_without_parameters_is_refused_and_nothing_is_written(small_run, tmp_path):
