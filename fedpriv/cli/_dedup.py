@@ -5,9 +5,6 @@ Where a run is, stands in one line that is rewritten on a terminal; elsewhere ea
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import secrets
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,12 +33,10 @@ from fedpriv.texts import printable
 
 if TYPE_CHECKING:
     from fedpriv.models.dedup.planning import DedupSettings
-    from fedpriv.models.dedup.validation import Evaluator, PrivateQueries
-    from fedpriv.models.dedup.work import Evaluators, Observer, Outcome, Progress
+    from fedpriv.models.dedup.validation import Evaluator
+    from fedpriv.models.dedup.work import Observer, Outcome, Progress
     from fedpriv.models.variants.composition import Upload
     from fedpriv.models.variants.folders import Described
-    from fedpriv.privacy.ledger.entries import DataSet
-    from fedpriv.privacy.ledger.ledger import Ledger
 
 
 app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by the blocks that they share.")
@@ -216,7 +211,7 @@ def run(
         pipeline.check(variants, read, store, settings)
         judged = ({}, "", None) if algorithm == LOSSLESS else _evaluators(folder, variants, evaluator, chosen)
         evaluators, evaluation, judge = judged
-        with _private_queries(evaluators, validation_epsilon, ledger) as private, Store(store) as opened:
+        with pipeline.private_queries(evaluators, validation_epsilon, ledger) as private, Store(store) as opened:
             outcomes = pipeline.deduplicate(
                 variants,
                 read,
@@ -560,56 +555,6 @@ def _fitting(variants: Sequence[Described], read: Callable[[str], Mapping[str, A
                 return opened.manifest(opened.names[0]).layout.block_size
     models = [read(name) for name in {variant.architecture: variant.name for variant in variants}.values()]
     return min(fitting_block_size(t.size for t in model.values() if t.dtype == "float32") for model in models)
-
-
-@contextmanager
-def _private_queries(
-    evaluators: Evaluators, epsilon: float | None, path: Path | None
-) -> Iterator[PrivateQueries | None]:
-    """How variants are validated on private records, each charged to the ledger; None if all records are public."""
-    from fedpriv.models.dedup.validation import PrivateQueries
-    from fedpriv.privacy.accounting.events import Event
-    from fedpriv.privacy.accounting.views import Release
-    from fedpriv.privacy.ledger.entries import Charge, Key
-    from fedpriv.privacy.ledger.ledger import Ledger
-    from fedpriv.privacy.mechanisms.sources import SecureSource
-
-    private_ones = {name: each for name, each in evaluators.items() if each.private is not None}
-    if not private_ones:
-        if epsilon is not None or path is not None:
-            raise InputError("validation_epsilon, ledger: are for private records; the evaluator's are public")
-        yield None
-        return
-    if epsilon is None or path is None or not path.exists():
-        raise InputError(
-            "evaluator: its records are private; give --validation-epsilon, and the --ledger that holds their data set"
-        )
-    source, run = SecureSource(), secrets.token_hex(16)
-    with Ledger(path) as ledger:
-        known = {name: _registered(ledger, each) for name, each in private_ones.items()}
-        numbers = itertools.count(1)
-
-        def charge(name: str, event: Event) -> None:
-            request = hashlib.sha256(name.encode()).hexdigest()
-            data_set = known[name]
-            key = Key(run=run, client=data_set.client, round=next(numbers), request=request)
-            release = Release(event=event, rho_bar=1.0)
-            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source=source.name)])
-
-        try:
-            private = PrivateQueries(epsilon=epsilon, charge=charge, source=source)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        yield private
-
-
-def _registered(ledger: Ledger, evaluator: Evaluator) -> DataSet:
-    """The data set of an evaluator's private records, as the ledger has it."""
-    id_ = evaluator.private.data_set if evaluator.private else None
-    known = ledger.data_set(id_) if id_ else None
-    if known is None or known.num_records != evaluator.num_records:
-        raise InputError(f"data_set = {id_!r}: {ledger.path} has no such data set of {evaluator.num_records} records")
-    return known
 
 
 @contextmanager

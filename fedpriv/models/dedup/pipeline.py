@@ -7,10 +7,13 @@ the plan, which is known before any model is loaded, and one of how its variants
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
+import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +35,11 @@ from fedpriv.models.variants.folders import Described, to_json
 from fedpriv.models.variants.lossless import Reference, Values, best_reference, sample
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting import events
+from fedpriv.privacy.accounting.events import Event
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.entries import Charge, DataSet, Key
+from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.mechanisms.sources import SecureSource
 
 # The way in which bounds are proven: its confidence, and a number that grows whenever the way is another.
 _PROOF = (CONFIDENCE, 1)
@@ -314,3 +322,46 @@ def _chosen(work: Work, layout: BlockLayout, names: Sequence[str]) -> str | None
     samples: list[Values] = [sample(work.read_tensors(name), layout) for name in candidates]
     best = best_reference(samples, len(names))
     return None if best is None else candidates[best]
+
+
+@contextmanager
+def private_queries(
+    evaluators: Evaluators, epsilon: float | None, path: Path | None
+) -> Iterator[PrivateQueries | None]:
+    """How variants are validated on private records, each charged to the ledger; None if all records are public."""
+    private_ones = {name: each for name, each in evaluators.items() if each.private is not None}
+    if not private_ones:
+        if epsilon is not None or path is not None:
+            raise InputError("validation_epsilon, ledger: are for private records; the evaluator's are public")
+        yield None
+        return
+    if epsilon is None or path is None or not path.exists():
+        raise InputError(
+            "evaluator: its records are private; give --validation-epsilon, and the --ledger that holds their data set"
+        )
+    source, run = SecureSource(), secrets.token_hex(16)
+    with Ledger(path) as ledger:
+        known = {name: _registered(ledger, each) for name, each in private_ones.items()}
+        numbers = itertools.count(1)
+
+        def charge(name: str, event: Event) -> None:
+            request = hashlib.sha256(name.encode()).hexdigest()
+            data_set = known[name]
+            key = Key(run=run, client=data_set.client, round=next(numbers), request=request)
+            release = Release(event=event, rho_bar=1.0)
+            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source=source.name)])
+
+        try:
+            private = PrivateQueries(epsilon=epsilon, charge=charge, source=source)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        yield private
+
+
+def _registered(ledger: Ledger, evaluator: Evaluator) -> DataSet:
+    """The data set of an evaluator's private records, as the ledger has it."""
+    id_ = evaluator.private.data_set if evaluator.private else None
+    known = ledger.data_set(id_) if id_ else None
+    if known is None or known.num_records != evaluator.num_records:
+        raise InputError(f"data_set = {id_!r}: {ledger.path} has no such data set of {evaluator.num_records} records")
+    return known

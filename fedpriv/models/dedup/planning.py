@@ -36,7 +36,7 @@ from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.events import Event
 
 Acceptance = Literal["proof", "empirical"]
-"""By what a variant on public records is accepted: a proof, or the paper's rule."""
+"""Ways to accept a variant on public records: a proof, or the paper's rule, which proves nothing."""
 
 _CHARGES_VERSION = 1
 
@@ -83,7 +83,7 @@ def check_options(settings: DedupSettings) -> None:
 
 
 KnownUtility = tuple[float | None, float]
-"""Of a variant on its validation records, None counting as 0; and its standard error, by which less is told apart."""
+"""The utility of a variant on its records, None counting as 0; and its standard error, within which all are alike."""
 
 
 def candidate(variant: Described, utilities: Mapping[str, KnownUtility] | None = None) -> Candidate:

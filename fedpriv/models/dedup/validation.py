@@ -339,7 +339,7 @@ class PrivateValidation:
         return not self._answers.reaches(math.ceil(limit * _PARTS - 1e-6), self._threshold + 1)
 
     def _losses(self, tensors: Tensors) -> Utilities:
-        """What each record loses, unless no further answer is paid for."""
+        """The loss of each record, unless no further answer is paid for."""
         self._answers.check_open()
         return self._before - _right(self._evaluator.utilities(tensors, np.arange(len(self._before))))
 
