@@ -20,7 +20,7 @@ from fedpriv.methods.lmo.comparison import compare, reductions, sizes
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
 from fedpriv.runs import environment
 from simulations.studies.federations import run_sweep
-from simulations.studies.harness import Line, append, fill, lines, parser, software, table
+from simulations.studies.harness import Line, append, fill, is_asked, lines, parser, software, table
 
 SWEEP, COMPARED = "lmo", "compare"
 DIMENSION = 76_808
@@ -29,14 +29,14 @@ NOISES = ("Gaussian", "Laplace, u = 1", "LMO, u uniform on [0.1, 0.5]")
 """In the order of the sweep's runs."""
 
 
-def run(runs: Path, out: Path) -> None:
+def run(runs: Path, out: Path, only: Sequence[str] = ()) -> None:
     """Compare the noises, and run the sweep, where there are no lines yet."""
-    if COMPARED not in {line["key"] for line in lines(runs)}:
+    if is_asked(COMPARED, only) and COMPARED not in {line["key"] for line in lines(runs)}:
         budget = Budget(epsilon=1.0, delta=1e-10)
         records = compare(budget, dimensions=(1, DIMENSION), ablations=True)
         told = {"records": records, "reductions": reductions(records)}
         append(runs, {"key": COMPARED, **told, "software": software(environment())})
-    run_sweep(SWEEP, runs, out)
+    run_sweep(SWEEP, runs, out, only=only)
 
 
 def write(page: Path, runs: Path) -> None:
@@ -101,7 +101,7 @@ def main() -> None:
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
     else:
-        run(arguments.runs, arguments.out)
+        run(arguments.runs, arguments.out, arguments.only)
 
 
 if __name__ == "__main__":

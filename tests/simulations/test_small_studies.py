@@ -49,7 +49,10 @@ def test_a_sweeps_runs_leave_a_line_each_and_are_not_run_again(tmp_path, small_r
     capsys.readouterr()
     federations.run_sweep("tiny", runs, out)
     assert lines(runs) == found
-    assert not capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.startswith(f"{runs}: has these lines; none is run again\ntiny/seed=0: ")
+    federations.run_sweep("tiny", runs, out, only=["tiny/seed=1"])
+    assert capsys.readouterr().out == "\n".join(told.splitlines()[::2]) + "\n"
 
 
 def written(tmp_path: Path, study: object, *found: dict) -> list[list[str]]:

@@ -52,6 +52,16 @@ def test_a_cell_has_one_line_with_its_values_and_the_versions_that_made_it(tmp_p
     assert other["seconds"] >= 0
 
 
+def test_what_all_have_lines_for_is_told_and_a_pattern_chooses(tmp_path, capsys):
+    path, cells = tmp_path / "runs.jsonl", [NumberCell(2), NumberCell(2, 1), NumberCell(3)]
+    run(path, cells, only=["2/*"])
+    assert [line["key"] for line in lines(path)] == ["2/0", "2/1"]
+    capsys.readouterr()
+    run(path, cells, only=["*/1", "none"])
+    told = f"{path}: has a line for each of the cells, 1; none is run again\n2/1: accuracy 5\n"
+    assert capsys.readouterr().out == told
+
+
 def test_a_fragment_goes_and_what_is_no_line_of_a_study_stays(tmp_path):
     path = tmp_path / "runs.jsonl"
     path.write_bytes(b'{"key": "1/0"}\n{"key": "2/')
