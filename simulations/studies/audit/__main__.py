@@ -32,18 +32,9 @@ RUNS: Mapping[str, Callable[..., Line]] = {
     "repeated": black_box.repeated_run,
 }
 KINDS = (
-    "coverage",
-    "broken",
-    "views",
-    "clients",
-    "local",
-    "membership",
-    "extraction",
-    "full-model",
-    "language-models",
-    "vault",
-    "repeated",
-)
+    "coverage", "broken", "views", "clients", "local", "membership", "extraction", "full-model", "language-models",
+    "vault", "repeated",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
