@@ -112,7 +112,7 @@ def run_missing(
     known = {key(line): line for line in lines(path)}
     asked = [cell for cell in cells if is_asked(cell.key, only)]
     left = [cell for cell in asked if cell.key not in known]
-    if not left:
+    if asked and not left:
         told = (f"{cell.key}: {tell(known[cell.key])}" for cell in asked)
         print(f"{path}: has a line for each of the cells, {len(asked)}; none is run again", *told, sep="\n", flush=True)
     begun = left if until is None else takewhile(lambda _: time.time() <= until, left)

@@ -251,8 +251,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    which = {"until": arguments.until, "only": arguments.only}
-    run_all(arguments.runs, arguments.out, arguments.data, list(cells()), **which)
+    run_all(arguments.runs, arguments.out, arguments.data, list(cells()), until=arguments.until, only=arguments.only)
 
 
 if __name__ == "__main__":

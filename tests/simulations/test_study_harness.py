@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from simulations.studies import aggregation, integral, language_models, lmo, persons, secure_aggregation, utility
+from simulations.studies import (
+    aggregation,
+    integral,
+    language_models,
+    lmo,
+    persons,
+    reproduce,
+    secure_aggregation,
+    utility,
+)
 from simulations.studies.audit import tables as audit_tables
 from simulations.studies.dedup.report import page as dedup_page
 from simulations.studies.harness import Estimate, Results, append, fill, in_processes, lines, run_missing, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
+PAPERS = RESULTS.parent / "docs" / "papers"
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,7 @@ WRITE = {
     "integral": integral.write,
     "language_models": language_models.write,
     "lmo": lmo.write,
+    "papers": lambda page, runs: reproduce.write(page, runs.parent, shutil.copytree(PAPERS, page.parent / "papers")),
     "persons": persons.write,
     "secure_aggregation": lambda page, runs: secure_aggregation.write(page, runs, page.with_suffix(".png")),
     "utility": utility.write,
@@ -155,3 +166,5 @@ def test_the_tables_of_a_page_are_those_of_its_stored_lines(study, tmp_path):
     page = Path(shutil.copy(RESULTS / f"{study}.md", tmp_path))
     WRITE[study](page, RESULTS / f"{study}.jsonl")
     assert page.read_text() == (RESULTS / f"{study}.md").read_text()
+    for written in tmp_path.glob("papers/*.md"):
+        assert written.read_text() == (PAPERS / written.name).read_text()
