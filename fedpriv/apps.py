@@ -42,8 +42,10 @@ def program(module: str) -> ModuleType:
         module: as it is called in a clone, such as `simulations.api`.
 
     Raises:
-        InputError: a package is missing, or another folder of this name is found instead.
+        InputError: a package is missing, another folder of this name is found instead, or only a clone has the module.
     """
+    if not CHECKOUT and module.startswith("simulations.studies"):
+        raise InputError(f"{module}: is no part of an installed fedpriv; run it in a clone of the repository")
     with naming_extras():
         found = import_module(module if CHECKOUT else f"{__package__}._apps.{module}")
     if CHECKOUT and not Path(str(found.__file__)).is_relative_to(CHECKOUT):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedpriv.cli._command import EncodingOption, OneOf, Result, SeparatorOption, command
+from fedpriv.cli._command import table as rows_of
 from fedpriv.errors import InputError
 from fedpriv.files import is_free
 
@@ -45,7 +46,7 @@ Measure = Annotated[
     str,
     typer.Option(
         click_type=OneOf("fedpriv.methods.integral:Measure"),
-        help="Distance of two models: the largest difference of a weight, or the norm of all differences.",
+        help="Distance of two models: the largest difference of a weight, the norm of all, or their mean size.",
     ),
 ]
 Clustering = Annotated[
@@ -124,14 +125,12 @@ def select_models(
 
     Example: fedpriv integral select adult.csv --target income --subsample-size 1000 --epsilon 0.05 --epochs 10
     """
-    from fedpriv.methods.integral import perceptron
     from fedpriv.methods.integral.procedure import SelectionSettings, recommend
 
     if out is not None and not is_free(out):
         raise InputError(f"out = {str(out)!r}: exists; name another folder")
-    options = {"test_fraction": test_fraction, "seed": seed, "drop": drop or [], "keep": keep or [], "scaling": scaling}
-    table = _table(data, target, separator, encoding, **options)
-    network = perceptron(architecture, table.train_features.shape[1], len(table.classes), seed=seed)
+    how: dict[str, Any] = {"test_fraction": test_fraction, "drop": drop, "keep": keep, "scaling": scaling}
+    table, network = _table_and_network(data, target, architecture, separator, encoding, seed=seed, **how)
     settings = SelectionSettings(
         subsample_size=subsample_size,
         epsilon=epsilon,
@@ -189,12 +188,10 @@ def attack(
 
     fedpriv integral attack adult.csv --target income --trials 10
     """
-    from fedpriv.methods.integral import perceptron
     from fedpriv.methods.integral.attack import AttackPlan, Game, attack_table
 
-    options = {"seed": seed, "drop": drop or [], "keep": keep or [], "scaling": scaling}
-    table = _table(data, target, separator, encoding, **options)
-    network = perceptron(architecture, table.train_features.shape[1], len(table.classes), seed=seed)
+    how: dict[str, Any] = {"drop": drop, "keep": keep, "scaling": scaling}
+    table, network = _table_and_network(data, target, architecture, separator, encoding, seed=seed, **how)
     game = Game(
         size=subsample_size,
         num_owners=owners,
@@ -243,7 +240,7 @@ def sample_size_advice(
     from fedpriv.methods.integral import advice, num_parameters, perceptron
 
     if data is not None:
-        table = _table(data, target, separator, encoding, drop=drop or [], keep=keep or [])
+        table, _ = _table_and_network(data, target, architecture, separator, encoding, drop=drop or [], keep=keep or [])
         features, classes, records = table.train_features.shape[1], len(table.classes), len(table.train_labels)
     if features is None or records is None:
         raise InputError("data: give a CSV with its --target, or --features and --records")
@@ -258,12 +255,14 @@ def sample_size_advice(
     return Result(values, advice_lines(architecture, features, classes, records, found))
 
 
-def _table(path: Path, target: str, separator: str, encoding: str, **options: Any) -> PreparedTable:
-    """The CSV as features, fitted on its training part."""
+def _table_and_network(
+    path: Path, target: str, architecture: str, separator: str, encoding: str, *, seed: int = 0, **options: Any
+) -> tuple[PreparedTable, nn.Sequential]:
+    """The CSV as features, fitted on its training part, and a network for them with its initial weights."""
     import pandas as pd
 
     from fedpriv.learning.data import read_table
-    from fedpriv.methods.integral.tabular import prepare
+    from fedpriv.methods.integral import perceptron, prepare
 
     table = read_table(
         str(path),
@@ -273,7 +272,8 @@ def _table(path: Path, target: str, separator: str, encoding: str, **options: An
     frame = pd.DataFrame(table.columns)
     for name in table.decimal_commas:
         frame[name] = frame[name].str.replace(",", ".")
-    return prepare(frame, target, **options)
+    found = prepare(frame, target, seed=seed, **{name: value for name, value in options.items() if value is not None})
+    return found, perceptron(architecture, found.train_features.shape[1], len(found.classes), seed=seed)
 
 
 def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> TrainingSchedule:
@@ -296,6 +296,7 @@ def about_table(table: PreparedTable) -> dict[str, Any]:
         "num_features": len(table.feature_names),
         "classes": list(table.classes),
         "left_out_columns": dict(table.left_out),
+        "giveaways": dict(table.giveaways),
         "num_unlabelled": table.num_unlabelled,
     }
 
@@ -319,23 +320,14 @@ def selection_values(found: Recommendation, settings: SelectionSettings) -> dict
         for cluster, mean in zip(found.clusters, found.means, strict=True)
     ]
     looks = [
-        {
-            "epochs": look.epochs,
-            "epsilon": look.epsilon,
-            "recurrence": look.recurrence,
-            "k": look.k,
-            "test_accuracy": None if look.mean is None else look.mean.test.accuracy,
-            "plain_test_accuracy": look.plain.test.accuracy,
-            "majority_test_accuracy": found.majority.test.accuracy,
-        }
+        {name: getattr(look, name) for name in ("epochs", "epsilon", "recurrence", "k")}
+        | {"test_accuracy": look.mean and look.mean.test.accuracy, "plain_test_accuracy": look.plain.test.accuracy}
+        | {"majority_test_accuracy": found.majority.test.accuracy}
         for look in found.snapshots
     ]
     return {
-        "epsilon": settings.epsilon,
-        "measure": settings.measure,
-        "clustering": settings.clustering,
+        **{name: getattr(settings, name) for name in ("epsilon", "measure", "clustering", "subsample_size")},
         "num_subsamples": len(found.subsamples.records),
-        "subsample_size": settings.subsample_size,
         "share_left_over": found.subsamples.share_left_over,
         "recurrence": found.cluster_sizes[0],
         "cluster_sizes": list(found.cluster_sizes),
@@ -363,16 +355,19 @@ def selection_lines(values: Mapping[str, Any]) -> list[str]:
         f"{values['num_subsamples']} disjoint subsamples of {values['subsample_size']} training records, {share}",
     ]
     lines += [f"column {name} left out: {reason}" for name, reason in values["left_out_columns"].items()]
+    if alone := values["giveaways"]:
+        told = ", ".join(f"{name} {accuracy:.4f}" for name, accuracy in alone.items())
+        lines.append(
+            f"warning: single columns give classes away almost without error; accuracy of each alone: {told}; the "
+            f"majority class has {values['majority']['train_accuracy']:.4f}. --drop what is known only with the class"
+        )
     if values["num_unlabelled"]:
         lines.append(f"{values['num_unlabelled']} records without a class left out")
-    lines += ["", "epochs  epsilon  largest cluster    k  accuracy of its mean  plain model  majority class"]
-    for look in values["looks"]:
-        mean = "none" if look["test_accuracy"] is None else f"{look['test_accuracy']:.4f}"
-        lines.append(
-            f"{look['epochs']:>6}  {look['epsilon']:>7g}  {look['recurrence']:>15}  {look['k']:>3}  {mean:>20}  "
-            f"{look['plain_test_accuracy']:>11.4f}  {look['majority_test_accuracy']:>14.4f}"
-        )
-    lines.append("")
+    of_models = {"of its mean": "test_accuracy", "plain": "plain_test_accuracy"}
+    looks = (dict(look) | {name: look[key] for name, key in of_models.items()} for look in values["looks"])
+    majority = f"the majority class has {values['majority']['test_accuracy']:.4f} on test records"
+    lines += ["", f"Recurrence of the largest cluster, its k, and test accuracy; {majority}:"]
+    lines += [*rows_of(looks, ("epochs", "epsilon", "recurrence", "k", "of its mean", "plain")), ""]
     if not values["clusters"]:
         lines.append(
             f"No two of {values['num_subsamples']} models are within {values['epsilon']:g} of each other: there is no "
@@ -405,12 +400,8 @@ def write_means(
     paths = []
     for number, cluster in enumerate(found.clusters, start=1):
         named = from_vectors(network, torch.from_numpy(cluster.mean).float())
-        about = {
-            "features": json.dumps(table.feature_names),
-            "classes": json.dumps(table.classes),
-            "epsilon": str(settings.epsilon),
-            "k": str(cluster.anonymity.k),
-        }
+        about = {"features": json.dumps(table.feature_names), "classes": json.dumps(table.classes)}
+        about |= {"epsilon": str(settings.epsilon), "k": str(cluster.anonymity.k)}
         path = out / f"mean-{number}.safetensors"
         with replaced_file(path) as file:
             save_file({name: value.contiguous() for name, value in named.items()}, file.name, metadata=about)
@@ -420,15 +411,8 @@ def write_means(
 
 def attack_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A table with a line for each target of the attack."""
-    lines = [f"{'target':<44} {'success':>7}  95 % interval   test accuracy"]
-    for row in rows:
-        if row["note"]:
-            lines.append(f"{row['name']:<44} {row['note']}")
-            continue
-        interval = f"{row['low']:.3f} to {row['high']:.3f}"
-        verdict = "  beats chance" if row["beats_chance"] else ""
-        lines.append(f"{row['name']:<44} {row['success']:>7.3f}  {interval}  {row['test_accuracy']:>13.3f}{verdict}")
-    return lines
+    told = (dict(row) | {"verdict": "beats chance" if row["beats_chance"] else row["note"]} for row in rows)
+    return rows_of(told, ("name", "success", "low", "high", "test_accuracy", "verdict"))
 
 
 def advice_lines(architecture: str, features: int, classes: int, records: int, found: Advice) -> list[str]:

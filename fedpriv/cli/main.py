@@ -31,6 +31,11 @@ _PROGRAMS = {
     "sweep": ("simulations.__main__", "sweep", "Run many federations, one for each point of a grid."),
     "init": ("simulations.__main__", "init", "Write a commented configuration for a table of records."),
     "node": ("clients.deploy.__main__", "", "Take part in a federation as a data holder: init, doctor, start, ..."),
+    "reproduce": (
+        "simulations.studies.reproduce",
+        "",
+        "List the papers' figures next to ours, or compute one.",
+    ),
     "coordinator": ("server.deploy.__main__", "", "Coordinate a federation: init, invite, admit, start, run, ..."),
 }
 

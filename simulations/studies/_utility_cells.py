@@ -239,9 +239,9 @@ def of_folder(folder: Path) -> tuple[UtilityCell, Line]:
     return cell, results_of(folder)
 
 
-def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[UtilityCell], *, until: float | None = None) -> None:
+def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[UtilityCell], **which: Any) -> None:
     """Run every cell that has no line yet; arguments as for `run_federations`."""
-    run_federations(runs, out, data, chosen, configuration, measure=_measured, until=until)
+    run_federations(runs, out, data, chosen, configuration, measure=_measured, **which)
 
 
 def _measured(cell: UtilityCell, config: RunConfig) -> Line:

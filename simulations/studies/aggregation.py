@@ -43,14 +43,14 @@ PLOTS = {
 """{sweep: a plot in its folder, and the plot's name on the page}."""
 
 
-def run(runs: Path, out: Path, data: Path, folder: Path) -> None:
+def run(runs: Path, out: Path, data: Path, folder: Path, only: Sequence[str] = ()) -> None:
     """Run every sweep that has runs without a line, and copy the plots of those into a folder."""
     for name in NAMES:
         files = FILES.get(name, {})
         if absent := [file for file in files.values() if not (data / file).is_file()]:
             print(f"{name}: skipped: data = {data}: holds no {absent[0]}", flush=True)
             continue
-        run_sweep(name, runs, out, {key: str(data / file) for key, file in files.items()})
+        run_sweep(name, runs, out, {key: str(data / file) for key, file in files.items()}, only=only)
     for name, (drawn, shown_as) in PLOTS.items():
         if (out / name / drawn).is_file():
             shutil.copy(out / name / drawn, folder / shown_as)
@@ -181,7 +181,7 @@ def main() -> None:
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
     else:
-        run(arguments.runs, arguments.out, arguments.data, arguments.page.parent)
+        run(arguments.runs, arguments.out, arguments.data, arguments.page.parent, arguments.only)
 
 
 if __name__ == "__main__":

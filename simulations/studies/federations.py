@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -32,7 +33,7 @@ from fedpriv.runs.show import run_name
 from server.observer import RunProgress
 from simulations.engines import federation
 from simulations.studies.corpora import missing_file
-from simulations.studies.harness import Line, append, lines, run_missing, software
+from simulations.studies.harness import Line, append, is_asked, lines, run_missing, software
 from simulations.sweeps import plan
 from simulations.sweeps.command import sweep
 
@@ -128,6 +129,7 @@ def run_federations(
     *,
     measure: Callable[[C, RunConfig], Line] = lambda _, config: federated(config),
     until: float | None = None,
+    only: Sequence[str] = (),
 ) -> None:
     """Run every cell of a study that has no line yet; a corpus whose files are missing is skipped, and named.
 
@@ -139,10 +141,12 @@ def run_federations(
         configuration: (cell, folder for its records, data, folder of the run) -> the run's configuration.
         measure: (cell, configuration) -> results.
         until: `time.time()` after which no cell is begun.
+        only: patterns of the keys of the cells that count; all by default.
     """
     out.mkdir(parents=True, exist_ok=True)
     store = FeatureStore(out / "features.npz")
-    missing = {cell.corpus: missing_file(cell.corpus, data) for cell in cells}
+    asked = [cell for cell in cells if is_asked(cell.key, only)]
+    missing = {cell.corpus: missing_file(cell.corpus, data) for cell in asked}
     for corpus, file in missing.items():
         if file:
             print(f"{corpus}: skipped: data = {data}: holds no {file}", flush=True)
@@ -155,11 +159,13 @@ def run_federations(
         store.save()
         return results
 
-    here = [cell for cell in cells if not missing[cell.corpus]]
+    here = [cell for cell in asked if not missing[cell.corpus]]
     run_missing(runs, here, run, lambda line: f"{line['accuracy']:.4f}", until=until)
 
 
-def run_sweep(name: str, runs: Path, out: Path, overrides: Mapping[str, Any] | None = None) -> None:
+def run_sweep(
+    name: str, runs: Path, out: Path, overrides: Mapping[str, Any] | None = None, *, only: Sequence[str] = ()
+) -> None:
     """Run a sweep of simulations/configs/sweeps, and append a line for each of its runs that has none yet.
 
     Args:
@@ -167,13 +173,17 @@ def run_sweep(name: str, runs: Path, out: Path, overrides: Mapping[str, Any] | N
         runs: file of the lines.
         out: folder of the sweeps' folders, in which finished runs are kept.
         overrides: of the file's keys, such as the place of its data.
+        only: patterns of the keys of the lines that count; all by default.
     """
     planned = plan.read(SWEEPS / f"{name}.toml", overrides)
-    known = {line["key"] for line in lines(runs)}
-    left = {f"{name}/{run_name(run.varied)}": run for run in planned.runs}
-    left = {key: run for key, run in left.items() if key not in known and run.is_chosen}
+    known = {line["key"]: line["accuracy"] for line in lines(runs) if "accuracy" in line}
+    asked = {f"{name}/{run_name(run.varied)}": run for run in planned.runs}
+    asked = {key: run for key, run in asked.items() if run.is_chosen and is_asked(key, only)}
+    left = {key: run for key, run in asked.items() if key not in known}
     if left:
-        sweep(planned, out / name, max_parallel=1, console=Console())
+        sweep(replace(planned, runs=tuple(left.values())), out / name, max_parallel=1, console=Console())
+    elif asked:
+        print(f"{runs}: has these lines; none is run again", *(f"{key}: {known[key]:.4f}" for key in asked), sep="\n")
     for key, run in left.items():
         append(runs, {"key": key, "sweep": name, "cell": run.varied, **results_of(out / name / run.key)})
 

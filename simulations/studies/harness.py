@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
 from math import sqrt
@@ -91,8 +92,11 @@ def run_missing(
     key: Callable[[Line], str] = itemgetter("key"),
     jobs: int = 1,
     until: float | None = None,
+    only: Sequence[str] = (),
 ) -> None:
     """Run every cell that has no line in the file yet, append its line, and print what there is to tell of it.
+
+    If all have lines, these are told instead.
 
     Args:
         path: file of the lines.
@@ -103,13 +107,23 @@ def run_missing(
         key: of a line; studies whose older lines hold no `key` derive it.
         jobs: processes, one thread each; `run` is pickled if there are several.
         until: `time.time()` after which no cell is begun, by one process.
+        only: patterns of the keys of the cells that count; all by default.
     """
-    known = {key(line) for line in lines(path)}
-    left = [cell for cell in cells if cell.key not in known]
+    known = {key(line): line for line in lines(path)}
+    asked = [cell for cell in cells if is_asked(cell.key, only)]
+    left = [cell for cell in asked if cell.key not in known]
+    if asked and not left:
+        told = (f"{cell.key}: {tell(known[cell.key])}" for cell in asked)
+        print(f"{path}: has a line for each of the cells, {len(asked)}; none is run again", *told, sep="\n", flush=True)
     begun = left if until is None else takewhile(lambda _: time.time() <= until, left)
     for number, line in enumerate(in_processes(partial(_line, run), begun, jobs), start=1):
         append(path, line)
         print(f"{number} of {len(left)}, {line['key']}: {tell(line)}, {line['seconds']:.0f} s", flush=True)
+
+
+def is_asked(key: str, only: Sequence[str]) -> bool:
+    """Whether a cell's key has one of the patterns; if there are none, every key has."""
+    return not only or any(fnmatchcase(key, pattern) for pattern in only)
 
 
 def _line(run: Callable[[C], Line], cell: C) -> Line:
@@ -281,6 +295,7 @@ def parser(text: str | None, study: str = "") -> argparse.ArgumentParser:
         made.add_argument("--runs", type=Path, default=Path(f"results/{study}.jsonl"), help="a line for each cell")
         made.add_argument("--out", type=Path, default=Path(f"results/studies/{study}"), help="records and features")
         made.add_argument("--page", type=Path, default=Path(f"results/{study}.md"))
+        made.add_argument("--only", action="append", default=[], help="pattern of the keys of cells; may be repeated")
         made.add_argument("--minutes", dest="until", type=_deadline, help="begin no cell after so long")
     return made
 

@@ -20,15 +20,8 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from simulations.studies._integral_runs import cells, run
+from simulations.studies._integral_runs import FIRST, SOURCES, SelectionCell, cells, run
 from simulations.studies.harness import Line, fill, lines, parser, run_missing, table
-
-# Table 2 of the paper: recurrence and test accuracy; section 4: how many models there were in all.
-PUBLISHED = {
-    "Adult": {"dnn-1": (10, 0.8387), "dnn-2": (89, 0.7797), "dnn-3": (16, 0.8286), "dnn-4": (36, 0.8284)},
-    "AI4I": {"dnn-1": (17, 0.9647), "dnn-2": (19, 0.9723), "dnn-3": (12, 0.9683), "dnn-4": (10, 0.9747)},
-}
-PUBLISHED_MODELS = {"Adult": 47, "AI4I": 19}
 
 KINDS = ("select", "attack", "attack-useful")
 
@@ -37,83 +30,68 @@ def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs, and its plots next to it."""
     found = lines(runs)
     selections, attacks, useful = ([line for line in found if line["kind"] == kind] for kind in KINDS)
+    usual = [line for line in selections if "whole_table" in line]
+    tried = [line for line in selections if not line["size"] and _named(line) == ("Adult", "DNN-1")]
+    first = [line for line in usual if line["way"] == FIRST]
     blocks = {
-        "selection": _selection_table(selections),
-        "plots": _plots(page.parent, selections),
-        "dp-sgd": _private_table(selections),
+        "selection": _selection_table(usual),
+        "tried": _tried_table(tried),
+        "plots": _plots(page.parent, first),
+        "dp-sgd": _private_table(first),
         "attacks": "\n\n".join([_attack_tables(attacks), *map(_useful, useful)]),
     }
     fill(page, blocks)
 
 
-def _selection_table(selections: Sequence[Line]) -> str:
-    first = _first_way(selections, None)
-    headers = (
-        *("models", "epoch", "recurrence (k)", "accuracy of the mean", "F1", "plain model, same epoch"),
-        "paper: recurrence, accuracy",
-    )
-    majorities = {line["data"]: _majority(line) for line in first}
-    told = " and ".join(f"{accuracy:.4f} on {name}" for name, accuracy in majorities.items())
-    ahead = [line for line in first if _is_ahead(line)]
-    behind = ", ".join(f"{' '.join(_named(line))} ({_recurrence_of(line)})" for line in first if line not in ahead)
-    return (
-        f"With {first[0]['way']}:\n\n{table(headers, map(_selection_row, ahead))}\n\n"
-        f"The majority class has {told}. The mean is not above it with {behind or 'none'}. By other trainings it is "
-        f"above it only here:\n\n{_other_ways(selections)}"
-    )
-
-
-def _is_ahead(line: Line) -> bool:
-    """Whether the chosen mean beats the majority class."""
-    return bool(line["chosen"]) and line["chosen"]["mean"]["test"]["accuracy"] > _majority(line)
-
-
-def _recurrence_of(line: Line) -> str:
-    return f"{line['chosen']['recurrence']} of {line['num_subsamples']}" if line["chosen"] else "no cluster"
-
-
-def _other_ways(selections: Sequence[Line]) -> str:
-    """For each other way of training the selections whose mean beats the majority class."""
-    ahead: dict[str, list[str]] = {line["way"]: [] for line in selections if line["way"] != selections[0]["way"]}
-    for line in selections:
-        if line["way"] != selections[0]["way"] and _is_ahead(line):
-            accuracy = line["chosen"]["mean"]["test"]["accuracy"]
-            ahead[line["way"]].append(f"{' '.join(_named(line))} ({_recurrence_of(line)}, {accuracy:.4f})")
-    whole = [
-        f"{' '.join(_named(line))} ({own['recurrence']} of {own['num_subsamples']}, {own['accuracy']:.4f})"
-        for line in _first_way(selections, None)
-        if (own := line["whole_table"])["accuracy"] > _majority(line)
+def _selection_table(usual: Sequence[Line]) -> str:
+    headers = ("training", "models", *("epoch", "recurrence (k)", "accuracy", "F1") * 2, "plain model")
+    rows = [
+        (line["way"], " ".join(_named(line)), *_best(line, "chosen"), *_best(line, "by_mean"), _accuracy(line["plain"]))
+        for line in usual
     ]
-    ahead["As the table, on subsamples of all records, test records among them"] = whole
-    return "\n".join(f"- {way}: {', '.join(found) or 'nowhere'}." for way, found in ahead.items())
+    majority = {line["data"]: line["majority"]["test"]["accuracy"] for line in usual}
+    told = " and ".join(f"{accuracy:.4f} on {name}" for name, accuracy in majority.items())
+    whole = [
+        f"{' '.join(_named(line))} {own['recurrence']} of {own['num_subsamples']}, {own['accuracy']:.4f}"
+        for line in usual
+        if line["way"] == FIRST and (own := line["whole_table"])
+    ]
+    return (
+        f"The first four figures are by the largest difference of a weight, the next four by the mean difference. The "
+        f"majority class has {told}.\n\n{table(headers, rows)}\n\nBy the largest difference, on subsamples of all "
+        f"records, test records among them, with {FIRST}: {'; '.join(whole)}."
+    )
+
+
+def _best(line: Line, measure: str) -> Sequence[str]:
+    """Epoch, recurrence with k, test accuracy and F1 of the best mean."""
+    found = line[measure]
+    if not found:
+        return "", "no cluster", "", ""
+    recurrence = f"{found['recurrence']} of {line['num_subsamples']} ({found['k']})"
+    return str(found["epochs"]), recurrence, _accuracy(found["mean"]), f"{found['mean']['test']['f1']:.3f}"
+
+
+def _accuracy(model: Line) -> str:
+    return f"{model['test']['accuracy']:.4f}"
+
+
+def _tried_table(tried: Sequence[Line]) -> str:
+    headers = ("training", "initial weights", "seed", *("recurrence (k)", "accuracy") * 2, "plain model")
+    rows = []
+    for line in sorted(tried, key=lambda line: (line["way"], line["start"], line["seed"]), reverse=True):
+        figures = (each for measure in ("chosen", "by_mean") for each in _best(line, measure)[1:3])
+        rows.append((line["way"], line["start"], line["seed"], *figures, _accuracy(line["plain"])))
+    return table(headers, rows)
 
 
 def _named(line: Line) -> tuple[str, str]:
     return line["data"], line["architecture"].upper()
 
 
-def _majority(line: Line) -> float:
-    return float(line["majority"]["test"]["accuracy"])
-
-
-def _selection_row(line: Line) -> Sequence[str]:
-    chosen, test = line["chosen"], line["chosen"]["mean"]["test"]
-    count, accuracy = PUBLISHED[line["data"]][line["architecture"]]
-    return (
-        " ".join(_named(line)),
-        str(chosen["epochs"]),
-        f"{_recurrence_of(line)} ({chosen['k']})",
-        f"{test['accuracy']:.4f}",
-        f"{test['f1']:.3f}",
-        f"{chosen['plain']['test']['accuracy']:.4f}",
-        f"{count} of {PUBLISHED_MODELS[line['data']]}, {accuracy:.4f}",
-    )
-
-
-def _private_table(selections: Sequence[Line]) -> str:
-    first = [line for line in _first_way(selections, None) if line["private"]]
+def _private_table(first: Sequence[Line]) -> str:
     rows = []
-    for line in first:
+    for line in (line for line in first if line["private"]):
         tests = (private["test"] for private in line["private"])
         found = (f"{test['accuracy']:.3f} ({test['f1']:.3f})" for test in tests)
         rows.append([line["data"], f"{line['private'][0]['delta']:.1e}", *found])
@@ -149,12 +127,15 @@ def _useful(line: Line) -> str:
     )
 
 
-def _plots(folder: Path, selections: Sequence[Line]) -> str:
+def _plots(folder: Path, first: Sequence[Line]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
-        "integral-recurrence.png": (_recurrence(selections), "models in the largest cluster by epoch"),
+        "integral-training.png": (
+            _curves(first),
+            "on training records by epoch: top five clusters' models and means, the plain model, DP-SGD",
+        ),
         "integral-test-f1.png": (
-            _members(selections),
+            _members(first),
             "F1: members on test records, their mean on training (filled) and test records, the plain model",
         ),
     }
@@ -163,35 +144,36 @@ def _plots(folder: Path, selections: Sequence[Line]) -> str:
     return "\n\n".join(f"![{shows}]({name})" for name, (_, shows) in figures.items())
 
 
-def _recurrence(selections: Sequence[Line]) -> Figure:
-    """The share of models in the largest cluster and the accuracy of its mean; a row for each table."""
-    names = list(dict.fromkeys(line["data"] for line in selections))
-    figure = Figure(figsize=(9, 3.2 * len(names)), layout="constrained")
-    for row, name in enumerate(names):
-        share, accuracy = (figure.add_subplot(len(names), 2, 2 * row + column) for column in (1, 2))
-        for line in _first_way(selections, name):
-            looks = line["looks"]
-            with_mean = [look for look in looks if look["mean"]]
-            shares = [look["recurrence"] / line["num_subsamples"] for look in looks]
-            share.plot([look["epochs"] for look in looks], shares, marker=".", label=line["architecture"].upper())
-            values = [look["mean"]["accuracy"] for look in with_mean]
-            accuracy.plot([look["epochs"] for look in with_mean], values, marker=".")
-            accuracy.axhline(line["majority"]["test"]["accuracy"], color="grey", linestyle=":")
-        share.set(title=f"{name}: models in the largest cluster", xlabel="epochs", ylim=(0, 1.05))
-        accuracy.set(title=f"{name}: test accuracy of its mean (dotted: majority)", xlabel="epochs")
-        share.legend(frameon=False, fontsize=8)
+def _curves(first: Sequence[Line]) -> Figure:
+    """F1 and loss of DNN-1 on training records, by the mean difference; a row for each table."""
+    drawn = [line for line in first if line["curves"]]
+    figure = Figure(figsize=(9, 3.2 * len(drawn)), layout="constrained")
+    for row, line in enumerate(drawn):
+        for column, name in enumerate(("f1", "loss")):
+            axes = figure.add_subplot(len(drawn), 2, 2 * row + column + 1)
+            for epoch, look in enumerate(line["curves"], start=1):
+                members, means = ([each[column] for each in look[kind]] for kind in ("members", "means"))
+                axes.scatter([epoch] * len(members), members, color="tab:blue", alpha=0.15, s=10)
+                axes.scatter([epoch] * len(means), means, color="tab:blue", s=18)
+            epochs = range(1, len(line["curves"]) + 1)
+            axes.plot(epochs, [look["plain"][column] for look in line["curves"]], color="black")
+            for private, style in zip(line["private"], ("--", "-.", ":"), strict=True):
+                label = f"DP-SGD, epsilon {private['asked']:g}"
+                axes.axhline(private["train"][name], color="tab:red", linestyle=style, label=label)
+            axes.set(title=f"{line['data']}: {'F1 (macro)' if name == 'f1' else name}", xlabel="epochs")
+            axes.legend(frameon=False, fontsize=7)
     return figure
 
 
-def _members(selections: Sequence[Line]) -> Figure:
+def _members(first: Sequence[Line]) -> Figure:
     """F1 of each member (light), of the mean (filled on training, hollow on test records) and of the plain model."""
-    names = list(dict.fromkeys(line["data"] for line in selections))
+    names = list(dict.fromkeys(line["data"] for line in first))
     figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
     for column, name in enumerate(names, start=1):
         axes = figure.add_subplot(1, len(names), column)
-        lines = [line for line in _first_way(selections, name) if line["chosen"]]
+        lines = [line for line in first if line["data"] == name]
         for x, line in enumerate(lines):
-            chosen = line["chosen"]
+            chosen = line["by_mean"]
             values = [member["f1"] for member in chosen["members"]]
             axes.scatter([x] * len(values), values, color="tab:blue", alpha=0.25, s=18)
             axes.scatter([x], [chosen["mean"]["train"]["f1"]], color="tab:blue", s=45)
@@ -203,11 +185,6 @@ def _members(selections: Sequence[Line]) -> Figure:
     return figure
 
 
-def _first_way(selections: Sequence[Line], name: str | None) -> list[Line]:
-    way = selections[0]["way"]
-    return [line for line in selections if line["way"] == way and name in (None, line["data"])]
-
-
 def main() -> None:
     """Do one step of the study."""
     arguments = parser(__doc__, "integral").parse_args()
@@ -216,7 +193,19 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     measure = partial(run, arguments.data)
-    run_missing(arguments.runs, cells(), measure, lambda line: str(line["kind"]), until=arguments.until)
+    missing = {name: each.file for name, each in SOURCES.items() if not (arguments.data / each.file).is_file()}
+    for name, file in missing.items():
+        print(f"{name}: skipped: data = {arguments.data}: holds no {file}; `fedpriv reproduce data` tells its address")
+    here = [cell for cell in cells() if (cell.data if isinstance(cell, SelectionCell) else "Adult") not in missing]
+    run_missing(arguments.runs, here, measure, _told, until=arguments.until, only=arguments.only)
+
+
+def _told(line: Line) -> str:
+    """The best mean by each measure of a selection's line; the targets of an attack's."""
+    if line["kind"] != "select":
+        return f"{len(line['rows'])} targets"
+    largest, mean = (", ".join(_best(line, measure)[1:3]) for measure in ("chosen", "by_mean"))
+    return f"{largest}; by the mean difference {mean}"
 
 
 if __name__ == "__main__":

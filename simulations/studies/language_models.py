@@ -1,7 +1,7 @@
 """Language models that answer, private and not, over seeds, epsilons, deltas and ranks: results/language_models.md.
 
     make llm
-    python -m simulations.studies.language_models run|tables [--data FOLDER] [--only TASK]
+    python -m simulations.studies.language_models run|tables [--data FOLDER] [--only 'TASK/*']
 
 SmolLM2-135M-Instruct learns to choose between answers, where the configuration names columns, `answers` and epsilon
 alone, and to answer medical questions freely. The private runs are compared with the same runs without noise, and with
@@ -315,15 +315,12 @@ def _estimate(results: Results, cell: LanguageCell, figure: str) -> Estimate | N
 
 def main() -> None:
     """Run the cells that have no line, or write the page."""
-    own = parser(__doc__, "language_models")
-    own.add_argument("--only", choices=(REVIEWS, MESSAGES, ANSWERS, GRID), help="run the cells of one task")
-    arguments = own.parse_args()
+    arguments = parser(__doc__, "language_models").parse_args()
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
         return
-    chosen = [cell for cell in cells() if arguments.only in (None, cell.task)]
     measure = partial(run, data=arguments.data, written=arguments.out)
-    run_missing(arguments.runs, chosen, measure, _told, until=arguments.until)
+    run_missing(arguments.runs, cells(), measure, _told, until=arguments.until, only=arguments.only)
 
 
 def _told(line: Line) -> str:

@@ -21,7 +21,7 @@ from fedpriv.methods.lmo.comparison import compare, reductions, sizes
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
 from fedpriv.runs import environment
 from simulations.studies.federations import run_sweep
-from simulations.studies.harness import Line, append, fill, lines, parser, software, table
+from simulations.studies.harness import Line, append, fill, is_asked, lines, parser, software, table
 
 SWEEP, PUBLISHED, COMPARED = "lmo", "lmo-published", "compare"
 FILES = {"data": "sst2_train.csv.gz", "test_data": "sst2_dev.csv.gz"}
@@ -33,18 +33,18 @@ PAPER = {0.16: (50.92, 90.83), 0.3: (50.92, 92.20), 0.9: (89.33, 92.55), 1.4: (9
 """{epsilon: accuracies of Gaussian and LMO noise with RoBERTa-large, in per cent}: Yang et al., Table 2."""
 
 
-def run(runs: Path, out: Path, data: Path) -> None:
+def run(runs: Path, out: Path, data: Path, only: Sequence[str] = ()) -> None:
     """Compare the noises, and run the sweeps, where there are no lines yet."""
-    if COMPARED not in {line["key"] for line in lines(runs)}:
+    if is_asked(COMPARED, only) and COMPARED not in {line["key"] for line in lines(runs)}:
         budget = Budget(epsilon=1.0, delta=1e-10)
         records = compare(budget, dimensions=(1, DIMENSION), ablations=True)
         told = {"records": records, "reductions": reductions(records)}
         append(runs, {"key": COMPARED, **told, "software": software(environment())})
-    run_sweep(SWEEP, runs, out)
+    run_sweep(SWEEP, runs, out, only=only)
     if absent := [file for file in FILES.values() if not (data / file).is_file()]:
         print(f"{PUBLISHED}: skipped: data = {data}: holds no {absent[0]}", flush=True)
     else:
-        run_sweep(PUBLISHED, runs, out, {key: str(data / file) for key, file in FILES.items()})
+        run_sweep(PUBLISHED, runs, out, {key: str(data / file) for key, file in FILES.items()}, only=only)
 
 
 def write(page: Path, runs: Path) -> None:
@@ -130,7 +130,7 @@ def main() -> None:
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
     else:
-        run(arguments.runs, arguments.out, arguments.data)
+        run(arguments.runs, arguments.out, arguments.data, arguments.only)
 
 
 if __name__ == "__main__":

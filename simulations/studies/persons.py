@@ -187,14 +187,14 @@ def _by_seed(results: Results, setting: str, method: str, epsilon: float) -> dic
 
 def main() -> None:
     """Do one step of the study."""
-    own = parser(__doc__, "persons")
-    arguments = own.parse_args()
+    arguments = parser(__doc__, "persons").parse_args()
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
         return
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    run_federations(arguments.runs, arguments.out, arguments.data, list(cells()), configuration, until=arguments.until)
+    which = {"until": arguments.until, "only": arguments.only}
+    run_federations(arguments.runs, arguments.out, arguments.data, list(cells()), configuration, **which)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from simulations.studies.harness import (
     difference,
     errors,
     fill,
-    listed,
     parser,
     shown,
     table,
@@ -106,9 +105,9 @@ def _compared(corpus: str, epsilons: Sequence[float], seeds: Sequence[int], meth
         yield SumCell(corpus=corpus, arm=arm, epsilon=epsilon, seed=seed, method=method)
 
 
-def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[SumCell], *, until: float | None = None) -> None:
+def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[SumCell], **which: Any) -> None:
     """Run every cell that has no line yet; arguments as for `run_federations`."""
-    run_federations(runs, out, data, chosen, configuration, until=until)
+    run_federations(runs, out, data, chosen, configuration, **which)
 
 
 def configuration(cell: SumCell, written: Path, data: Path, out: Path) -> RunConfig:
@@ -246,16 +245,13 @@ def main() -> None:
     """Do one step of the study."""
     own = parser(__doc__, "secure_aggregation")
     own.add_argument("--plot", type=Path, default=Path("results/secure-aggregation-colluders.png"))
-    own.add_argument("--corpora", type=listed(";"), default=list(CORPORA), help="separated by ;")
-    own.add_argument("--methods", type=listed(","), default=list(METHODS))
     arguments = own.parse_args()
     if arguments.step == "tables":
         write(arguments.page, arguments.runs, arguments.plot)
         return
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    chosen = [cell for cell in cells() if cell.corpus in arguments.corpora and cell.method in arguments.methods]
-    run_all(arguments.runs, arguments.out, arguments.data, chosen, until=arguments.until)
+    run_all(arguments.runs, arguments.out, arguments.data, list(cells()), until=arguments.until, only=arguments.only)
 
 
 if __name__ == "__main__":

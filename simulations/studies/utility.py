@@ -12,7 +12,7 @@ A seed decides the split, the clients' records and the noise. Tests are on 1,000
 (SST-2), and else on a fifth of the rows. SST-2's two files split the 67,349 rows of GLUE's training file into 60,614
 and 6,735. The grid compares seven rates, 1/8 to 8 times the rule's, on a fifth of the training records. Three local
 steps are taken in each of 13 rounds after the start, at the rule's rate for 39 steps. The budgets have five seeds,
-`--methods head --seeds 0,1,2,3,4`, and a test after every round is the method `head, tested every round`.
+`--only '*/head/*' --seeds 0,1,2,3,4`, and a test after every round is the method `head, tested every round`.
 
 With `--finished` it runs none and keeps a line of each of these folders, the runs with secure noise:
 
@@ -57,7 +57,7 @@ from simulations.studies._utility_cells import (
     run_all,
 )
 from simulations.studies.corpora import CORPORA
-from simulations.studies.harness import Estimate, Results, bare, difference, errors, fill, listed, parser, shown, table
+from simulations.studies.harness import Estimate, Results, bare, difference, errors, fill, parser, shown, table
 
 # (view, epsilon) of LoRA with all rows of SST-2.
 _WITH_LORA = (("local", 8.0), ("sum", 8.0), ("sum", 2.0))
@@ -319,15 +319,9 @@ def _estimate(
 def main() -> None:
     """Do one step of the study."""
     own = parser(__doc__, "utility")
-    own.add_argument("--corpora", type=listed(";"), default=list(CORPORA), help="names, separated by ;")
-    own.add_argument("--methods", type=listed(";"), default=[], help="by name, separated by ;; default all")
-    own.add_argument("--epsilons", type=listed(","), default=[], help="or none; default all")
     own.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=SEEDS)
-    own.add_argument("--views", type=listed(","), default=["local", "sum"])
     own.add_argument("--finished", type=Path, nargs="+", metavar="RUN", help="folders of runs that are done")
     arguments = own.parse_args()
-    if unknown := [name for name in arguments.corpora if name not in CORPORA]:
-        own.error(f"corpora = {unknown[0]}: known are {', '.join(CORPORA)}")
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
         return
@@ -336,15 +330,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    chosen = [
-        cell
-        for cell in cells(arguments.seeds)
-        if cell.corpus in arguments.corpora
-        and cell.method in (arguments.methods or [cell.method])
-        and cell.shown_epsilon in (arguments.epsilons or [cell.shown_epsilon])
-        and cell.view in arguments.views
-    ]
-    run_all(arguments.runs, arguments.out, arguments.data, chosen, until=arguments.until)
+    which = {"until": arguments.until, "only": arguments.only}
+    run_all(arguments.runs, arguments.out, arguments.data, list(cells(arguments.seeds)), **which)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import safetensors
 import torch
@@ -47,6 +48,17 @@ def test_select_on_a_messy_table_with_ten_classes(folder):
     with safetensors.safe_open(means, "numpy") as file:
         assert len(json.loads(file.metadata()["features"])) == found["num_features"]
         assert file.get_tensor("0.weight").shape == (5, found["num_features"])
+
+
+def test_select_warns_of_a_column_that_gives_the_class_away(folder):
+    frame = pd.read_csv(folder / "plain.csv")
+    frame.assign(told=frame["label"].map(lambda label: int(label == frame["label"].min()))).to_csv(folder / "told.csv")
+    options = ["--target", "label", "--subsample-size", "60", "--epsilon", "0.05", "--epochs", "1"]
+    said, _ = fedpriv("integral", "select", "told.csv", *options, folder=folder)
+    assert "warning: single columns give classes away almost without error" in said
+    assert "told 1.0000; the majority class has" in said
+    said, _ = fedpriv("integral", "select", "plain.csv", *options, folder=folder)
+    assert "warning" not in said
 
 
 def test_select_says_plainly_when_there_is_no_cluster(folder):

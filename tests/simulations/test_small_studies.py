@@ -8,13 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tomli_w
-from scipy.linalg import toeplitz
 
 from fedpriv import config as configuration
-from simulations.studies import aggregation, banded_noise, federations, lmo, min_batch, persons, plain_lora
-from simulations.studies.banded_noise import best_bands, noise_of_model, relative_noise
+from simulations.studies import aggregation, federations, integral, lmo, min_batch, persons, plain_lora
 from simulations.studies.harness import append, lines
-from simulations.studies.integral import _other_ways
 from simulations.studies.language_models import (
     ANSWERS,
     DELTA,
@@ -34,7 +31,6 @@ from simulations.studies.persons import GROUP, PERSON, RECORD, PersonCell
 from simulations.studies.plain_lora import configured as plain_configured
 
 DATA = Path("data")
-ROUNDS, BANDS, MOMENTUM = 12, 3, 0.9
 
 
 def test_a_sweeps_runs_leave_a_line_each_and_are_not_run_again(tmp_path, small_run, monkeypatch, capsys):
@@ -50,7 +46,10 @@ def test_a_sweeps_runs_leave_a_line_each_and_are_not_run_again(tmp_path, small_r
     capsys.readouterr()
     federations.run_sweep("tiny", runs, out)
     assert lines(runs) == found
-    assert not capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.startswith(f"{runs}: has these lines; none is run again\ntiny/seed=0: ")
+    federations.run_sweep("tiny", runs, out, only=["tiny/seed=1"])
+    assert capsys.readouterr().out == "\n".join(told.splitlines()[::2]) + "\n"
 
 
 def written(tmp_path: Path, study: object, *found: dict) -> list[list[str]]:
@@ -160,25 +159,14 @@ def test_a_lead_stands_with_its_target_and_a_missed_one_in_bold(tmp_path):
     assert leads["embedded"][2] == "not run"
 
 
-def integral_line(way: str, architecture: str, accuracy: float) -> dict[str, object]:
-    test = {"test": {"accuracy": accuracy}}
-    own = {"data": "Adult", "architecture": architecture, "way": way, "num_subsamples": 22}
-    whole = {"recurrence": 3, "num_subsamples": 32, "accuracy": accuracy}
-    majority = {"test": {"accuracy": 0.76}}
-    return own | {"majority": majority, "chosen": {"recurrence": 2, "mean": test}, "whole_table": whole}
-
-
-def test_only_means_above_the_majority_class_are_named():
-    first = [integral_line("SGD", "dnn-1", 0.76), integral_line("SGD", "dnn-2", 0.83)]
-    others = [
-        integral_line("Adam", "dnn-1", 0.76),
-        integral_line("Adam", "dnn-2", 0.84),
-        integral_line("plain", "dnn-1", 0.24),
-    ]
-    adam, plain, whole = _other_ways([*first, *others]).splitlines()
-    assert adam == "- Adam: Adult DNN-2 (2 of 22, 0.8400)."
-    assert plain == "- plain: nowhere."
-    assert whole.endswith("test records among them: Adult DNN-2 (3 of 32, 0.8300).")
+def test_a_selection_shows_its_best_mean_by_each_measure_and_says_where_there_is_none():
+    mean = {"test": {"accuracy": 0.83, "f1": 0.7}, "train": {"accuracy": 0.84, "f1": 0.72}}
+    own = {"data": "Adult", "architecture": "dnn-1", "way": "Adam", "start": "Keras", "seed": 1, "num_subsamples": 22}
+    best = {"epochs": 5, "recurrence": 20, "k": 21, "mean": mean}
+    line = own | {"size": None, "chosen": None, "by_mean": best, "plain": {"test": {"accuracy": 0.85}}}
+    assert integral._tried_table([line]).splitlines()[2] == (
+        "| Adam | Keras | 1 | no cluster |  | 20 of 22 (21) | 0.8300 | 0.8500 |"
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,54 +286,3 @@ def test_min_batch_prints_both_halves_of_both_families(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert printed.count("| drd, rule |") == 4
     assert "failures, reported on seeds 3 to 5" in printed
-
-
-def written_out(bands: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """C, whose full columns have norm 1, and the workload of the server's momentum."""
-    column = np.zeros(ROUNDS)
-    column[: len(bands)] = bands / np.linalg.norm(bands)
-    reached = 1 - MOMENTUM ** np.arange(1, ROUNDS + 1)
-    return toeplitz(column, np.zeros(ROUNDS)), toeplitz(reached, np.zeros(ROUNDS))
-
-
-def test_the_noise_is_that_of_the_matrices():
-    bands = np.array([1.0, 0.5, 0.2])
-    c, workload = written_out(bands)
-    expected = np.linalg.norm(workload @ np.linalg.inv(c), axis=1)
-    np.testing.assert_allclose(noise_of_model(bands, ROUNDS, MOMENTUM), expected)
-
-
-def test_rounds_of_one_group_share_no_noise_so_a_record_moves_them_as_independent_releases():
-    c, _ = written_out(best_bands(BANDS, ROUNDS, MOMENTUM))
-    for group in range(BANDS):
-        moved = c[:, group::BANDS]
-        gram = moved.T @ moved
-        np.testing.assert_allclose(gram, np.diag(np.diag(gram)), atol=1e-12)
-        assert np.diag(gram).max() <= 1 + 1e-12
-
-
-def test_the_best_bands_are_better_than_none_and_than_others_near_them():
-    def cost(bands: np.ndarray) -> float:
-        return float(np.mean(noise_of_model(bands, ROUNDS, MOMENTUM) ** 2))
-
-    best = best_bands(BANDS, ROUNDS, MOMENTUM)
-    assert cost(best) < 0.8 * cost(np.ones(1))
-    for step in ((0, 0.05, 0), (0, -0.05, 0), (0, 0, 0.05), (0, 0, -0.05)):
-        assert cost(best + np.array(step)) > cost(best)
-
-
-def test_independent_noise_is_the_measure_and_no_correlation_beats_fewer_rounds():
-    """No row of the workload is longer than Cauchy and Schwarz allow: one group's rounds, with all of the noise."""
-    assert relative_noise(1 / 8, 40, 1, 8.0) == pytest.approx((1.0, 1.0, 1.0))
-    over_all, last, fewer = relative_noise(1 / 8, 40, 4, 8.0)
-    assert fewer < last < over_all < 0.85
-
-
-@pytest.mark.slow
-def test_banded_noise_prints_a_row_for_each_schedule_and_epsilon(monkeypatch, capsys):
-    monkeypatch.setattr(banded_noise, "SCHEDULES", ((1 / 8, 16),))
-    monkeypatch.setattr(sys, "argv", ["banded_noise"])
-    banded_noise.main()
-    printed = capsys.readouterr().out
-    assert printed.count("| 1/8, 16 |") == 2
-    assert " - |" in printed

@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InputError
-from simulations.studies import aggregation, integral, language_models, lmo, persons, secure_aggregation, utility
+from simulations.studies import (
+    aggregation,
+    integral,
+    language_models,
+    lmo,
+    persons,
+    reproduce,
+    secure_aggregation,
+    utility,
+)
 from simulations.studies.audit import tables as audit_tables
 from simulations.studies.dedup.report import page as dedup_page
 from simulations.studies.harness import Estimate, Results, append, fill, in_processes, lines, run_missing, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
+PAPERS = RESULTS.parent / "docs" / "papers"
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,16 @@ def test_a_cell_has_one_line_with_its_values_and_the_versions_that_made_it(tmp_p
     assert {"fedpriv", "python", "torch"} <= one["software"].keys()
     assert "1 of 1, 3/0: accuracy 9, 0 s" in capsys.readouterr().out
     assert other["seconds"] >= 0
+
+
+def test_what_all_have_lines_for_is_told_and_a_pattern_chooses(tmp_path, capsys):
+    path, cells = tmp_path / "runs.jsonl", [NumberCell(2), NumberCell(2, 1), NumberCell(3)]
+    run(path, cells, only=["2/*"])
+    assert [line["key"] for line in lines(path)] == ["2/0", "2/1"]
+    capsys.readouterr()
+    run(path, cells, only=["*/1", "none"])
+    told = f"{path}: has a line for each of the cells, 1; none is run again\n2/1: accuracy 5\n"
+    assert capsys.readouterr().out == told
 
 
 def test_a_fragment_goes_and_what_is_no_line_of_a_study_stays(tmp_path):
@@ -128,6 +148,7 @@ WRITE = {
     "integral": integral.write,
     "language_models": language_models.write,
     "lmo": lmo.write,
+    "papers": lambda page, runs: reproduce.write(page, runs.parent, shutil.copytree(PAPERS, page.parent / "papers")),
     "persons": persons.write,
     "secure_aggregation": lambda page, runs: secure_aggregation.write(page, runs, page.with_suffix(".png")),
     "utility": utility.write,
@@ -145,3 +166,5 @@ def test_the_tables_of_a_page_are_those_of_its_stored_lines(study, tmp_path):
     page = Path(shutil.copy(RESULTS / f"{study}.md", tmp_path))
     WRITE[study](page, RESULTS / f"{study}.jsonl")
     assert page.read_text() == (RESULTS / f"{study}.md").read_text()
+    for written in tmp_path.glob("papers/*.md"):
+        assert written.read_text() == (PAPERS / written.name).read_text()

@@ -9,15 +9,15 @@ can change what is published.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import pdist
+from scipy.spatial.distance import cdist, pdist
 
 from fedpriv.errors import InputError
 
@@ -30,13 +30,14 @@ _SAMPLES_PER_WEIGHT = 10
 Vectors = npt.NDArray[np.floating]
 _Distances = npt.NDArray[np.float64]
 
-Measure = Literal["largest", "norm"]
-"""The distance of two models: the largest difference of a parameter, or the Euclidean norm of all."""
+Measure = Literal["largest", "norm", "mean"]
+"""The distance of two models: the largest difference of a parameter, the Euclidean norm of all, or their mean."""
 
 Linkage = Literal["first-member", "complete"]
 """The members of a cluster are close to its first one, or to each other."""
 
-_METRICS = {"largest": "chebyshev", "norm": "euclidean"}
+_METRICS = {"largest": "chebyshev", "norm": "euclidean", "mean": "cityblock"}
+_UNITS = {"largest": "largest weight difference", "norm": "norm of the difference", "mean": "mean weight difference"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -265,18 +266,23 @@ def distances(vectors: Vectors, reference: Vectors, measure: Measure = "largest"
     Args:
         vectors: [models, values].
         reference: [values].
-        measure: `largest`, the paper's: the largest absolute difference of a weight; or `norm`, the L2 norm of all
-            differences.
+        measure: `largest`, the paper's: the largest absolute difference of a weight; `norm`, the L2 norm of all
+            differences; or `mean`, the mean of their absolute values.
 
     Raises:
         InputError: the measure is unknown.
 
     Source: Varshney and Torra 2023, section 3.
     """
-    if measure not in get_args(Measure):
-        raise InputError(f"measure = {measure!r}: must be one of {', '.join(get_args(Measure))}")
-    gaps = np.abs(np.asarray(vectors, dtype=np.float64) - np.asarray(reference, dtype=np.float64))
-    return np.asarray(gaps.max(axis=1) if measure == "largest" else np.linalg.norm(gaps, axis=1))
+    return _measured(cdist, vectors, np.asarray(reference)[np.newaxis], measure=measure)[:, 0]
+
+
+def _measured(function: Callable[..., _Distances], *matrices: Vectors, measure: Measure) -> _Distances:
+    """What scipy's `cdist` or `pdist` gives of the models by the measure."""
+    if measure not in _METRICS:
+        raise InputError(f"measure = {measure!r}: must be one of {', '.join(_METRICS)}")
+    found = function(*(np.asarray(each, dtype=np.float64) for each in matrices), _METRICS[measure])
+    return found / matrices[0].shape[1] if measure == "mean" else found
 
 
 def _first_member_clusters(vectors: Vectors, epsilon: float, measure: Measure = "largest") -> list[tuple[int, ...]]:
@@ -304,11 +310,9 @@ def _complete_clusters(vectors: Vectors, epsilon: float, measure: Measure = "lar
     The mean of such a cluster is within epsilon of each member. Merging is greedy, so a cluster of the largest
     possible size (a maximum clique) may be missed.
     """
-    if measure not in get_args(Measure):
-        raise InputError(f"measure = {measure!r}: must be one of {', '.join(get_args(Measure))}")
     if len(vectors) < 2:
         return [(row,) for row in range(len(vectors))]
-    pairs = pdist(np.asarray(vectors, dtype=np.float64), _METRICS[measure])
+    pairs = _measured(pdist, vectors, measure=measure)
     numbers = fcluster(linkage(pairs, "complete"), epsilon, criterion="distance")
     clusters = [tuple(np.flatnonzero(numbers == number).tolist()) for number in np.unique(numbers)]
     return sorted(clusters)
@@ -393,7 +397,7 @@ def _cluster(
     return Cluster(
         members=members,
         mean=mean,
-        largest_difference=float(pdist(own, _METRICS[measure]).max()) if len(own) > 1 else 0.0,
+        largest_difference=float(_measured(pdist, own, measure=measure).max()) if len(own) > 1 else 0.0,
         near_mean=tuple(near),
         anonymity=anonymity([generators[row] for row in near]),
     )
@@ -402,7 +406,7 @@ def _cluster(
 def statement(cluster: Cluster, epsilon: float, measure: Measure = "largest") -> str:
     """The claim that a cluster's mean allows, in one sentence."""
     anonymity = cluster.anonymity
-    unit = "largest weight difference" if measure == "largest" else "norm of the difference"
+    unit = _UNITS[measure]
     if not anonymity.holds:
         return (
             f"The mean is not {epsilon:g}-integrally private for any k of at least 2: {anonymity.k} of the generators' "

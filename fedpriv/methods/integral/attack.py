@@ -60,23 +60,26 @@ Train = Callable[[Indices], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Success:
-    """The success rate of the intruder.
+class _AttackRow:
+    """The result of the attack on one kind of target.
 
     Attributes:
-        mean: share of correctly classified candidates, over all trials.
-        low, high: Student's t confidence interval of the mean, over trials: candidates within a trial are not
-            independent, and trials that share records of a table are only nearly so.
+        success: share of correctly classified candidates, over all trials; None if there was no target.
+        low, high: Student's t confidence interval of it, over trials: candidates within a trial are not independent,
+            and trials that share records of a table are only nearly so.
+        beats_chance: whether the whole interval lies above one half.
+        num_generators: subsamples used for a target, mean over trials.
+        note: why there was no target; otherwise empty.
     """
 
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def beats_chance(self) -> bool:
-        """Whether the whole interval lies above one half."""
-        return self.low > CHANCE
+    name: str = ""
+    success: float | None = None
+    low: float | None = None
+    high: float | None = None
+    beats_chance: bool | None = None
+    test_accuracy: float | None = None
+    num_generators: float | None = None
+    note: str = ""
 
 
 def _draw_generators(
@@ -147,14 +150,15 @@ def _infer_members(
     return np.sort(unknown[order[:num_members]])
 
 
-def _success(shares: Sequence[float]) -> _Success:
+def _success(shares: Sequence[float]) -> _AttackRow:
     """The mean of the trials' shares of correct answers, with its confidence interval at 95 %."""
     if len(shares) < 2:
         raise InputError(f"trials = {len(shares)}: a confidence interval needs at least 2")
     mean = float(np.mean(shares))
     half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(shares) - 1)) * float(np.std(shares, ddof=1))
     half /= math.sqrt(len(shares))
-    return _Success(mean=mean, low=max(mean - half, 0.0), high=min(mean + half, 1.0))
+    low, high = max(mean - half, 0.0), min(mean + half, 1.0)
+    return _AttackRow(success=mean, low=low, high=high, beats_chance=low > CHANCE)
 
 
 class _NoRecommendationError(InputError):
@@ -211,7 +215,7 @@ class Game:
             raise InputError(f"num_best = {self.num_best}: must lie in 1..{self.num_subsamples}, the subsamples drawn")
 
 
-def _play(network: nn.Module, labels: Indices, game: Game, train: Train, publish: Publish, *, seed: int) -> _Success:
+def _play(network: nn.Module, labels: Indices, game: Game, train: Train, publish: Publish, *, seed: int) -> _AttackRow:
     """How often the intruder was right about candidates that they did not know beforehand.
 
     Args:
@@ -344,26 +348,6 @@ class AttackPlan:
     dp_learning_rate: float = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class _AttackRow:
-    """The result of the attack on one kind of target.
-
-    Attributes:
-        success, low, high: as in `_Success`; None if there was no target.
-        num_generators: subsamples used for a target, mean over trials.
-        note: why there was no target; otherwise empty.
-    """
-
-    name: str
-    success: float | None = None
-    low: float | None = None
-    high: float | None = None
-    beats_chance: bool | None = None
-    test_accuracy: float | None = None
-    num_generators: float | None = None
-    note: str = ""
-
-
 def attack_table(network: nn.Module, data: Data, game: Game, plan: AttackPlan, *, seed: int) -> Iterator[_AttackRow]:
     """A row for each kind of target, all attacked on the same subsamples.
 
@@ -419,15 +403,7 @@ def attacked(
         return target
 
     try:
-        success = _play(network, data.train_labels.numpy(), game, train, observed, seed=seed)
+        found = _play(network, data.train_labels.numpy(), game, train, observed, seed=seed)
     except _NoRecommendationError as error:
         return _AttackRow(name=name, note=str(error))
-    return _AttackRow(
-        name=name,
-        success=success.mean,
-        low=success.low,
-        high=success.high,
-        beats_chance=success.beats_chance,
-        test_accuracy=float(np.mean(accuracies)),
-        num_generators=float(np.mean(counts)),
-    )
+    return replace(found, name=name, test_accuracy=float(np.mean(accuracies)), num_generators=float(np.mean(counts)))

@@ -17,6 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, StandardScaler
 
 from fedpriv.errors import InputError
+from fedpriv.methods.integral._selection import Indices
 from fedpriv.methods.integral.procedure import Data
 
 Scaling = Literal["standard", "min-max"]
@@ -34,6 +35,10 @@ _ID_SHARE = 0.5
 
 _MISSING = "(missing)"
 
+# What a column says of rarer classes gives them away if it is right so often, and of so large a share of their records.
+_PURITY, _SHARE_GIVEN_AWAY = 0.995, 0.1
+_LEAST_OF_A_VALUE, _BINS = 5, 50
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedTable(Data):
@@ -42,11 +47,14 @@ class PreparedTable(Data):
     Attributes:
         left_out: {column: why it is not a feature}.
         num_unlabelled: records without a label, which were left out.
+        giveaways: {column: training accuracy of its values alone, each taken for its commonest class} of the columns
+            that name other classes than the commonest almost without error; of several also of all, as `all of them`.
     """
 
     feature_names: tuple[str, ...]
     left_out: Mapping[str, str]
     num_unlabelled: int
+    giveaways: Mapping[str, float]
 
 
 def prepare(
@@ -100,7 +108,8 @@ def prepare(
     if not numeric and not categorical:
         raise InputError(f"target = {target!r}: no other column holds anything to learn from; left out: {left_out}")
     preprocessing = _preprocessing(numeric, categorical, scaling)
-    features = preprocessing.fit_transform(_typed(train_part, numeric, categorical))
+    typed = _typed(train_part, numeric, categorical)
+    features = preprocessing.fit_transform(typed)
     return PreparedTable(
         train_features=torch.from_numpy(np.asarray(features, dtype=np.float32)),
         train_labels=torch.from_numpy(labels[train]),
@@ -112,6 +121,7 @@ def prepare(
         feature_names=tuple(map(str, preprocessing.get_feature_names_out())),
         left_out=left_out,
         num_unlabelled=len(frame) - len(labelled),
+        giveaways=_giveaways(typed, labels[train]),
     )
 
 
@@ -203,6 +213,25 @@ def _typed(part: pd.DataFrame, numeric: Sequence[str], categorical: Sequence[str
     columns = {name: _numbers(part[name]) for name in numeric}
     columns |= {name: part[name].map(lambda value: _MISSING if value is None else str(value)) for name in categorical}
     return pd.DataFrame(columns, index=part.index)
+
+
+def _giveaways(typed: pd.DataFrame, labels: Indices) -> dict[str, float]:
+    """The accuracies of columns that give classes away, alone and together; values in bins where there are many."""
+    sizes = np.bincount(labels)
+
+    def by(names: list[str]) -> tuple[float, bool]:
+        """The accuracy of these values, and whether they speak often of rarer classes, and are almost always right."""
+        counts = pd.crosstab([values[name] for name in names], labels)
+        counts = counts[counts.sum(axis=1) >= _LEAST_OF_A_VALUE]
+        rare = counts[counts.to_numpy().argmax(axis=1) != sizes.argmax()]
+        right = rare.max(axis=1).sum()
+        told = right >= max(_SHARE_GIVEN_AWAY * (len(labels) - sizes.max()), _PURITY * rare.to_numpy().sum())
+        return float(counts.max(axis=1).sum() / len(labels)), bool(told)
+
+    many = [name for name in typed if typed[name].nunique() > _BINS and typed[name].dtype == float]
+    values = typed.assign(**{str(name): pd.qcut(typed[name], _BINS, duplicates="drop") for name in many})
+    found = {name: accuracy for name in map(str, typed) for accuracy, told in [by([name])] if told}
+    return found | ({"all of them": by(list(found))[0]} if len(found) > 1 else {})
 
 
 def _preprocessing(numeric: Sequence[str], categorical: Sequence[str], scaling: Scaling) -> ColumnTransformer:

@@ -1,9 +1,9 @@
 """Audits of this project's own guarantees.
 
-    python -m simulations.studies.audit run|tables [--data FOLDER] [--only local,views,...]
+    python -m simulations.studies.audit run|tables [--data FOLDER] [--kinds local,views,...]
 
 `run` makes the audits, one JSON line each, and skips those that are there. `tables` writes results/audit.md and its
-plots. `run --only broken` makes the self-check: what each detector says of mechanisms broken on purpose.
+plots. `run --kinds broken` makes the self-check: what each detector says of mechanisms broken on purpose.
 """
 
 from __future__ import annotations
@@ -32,18 +32,9 @@ RUNS: Mapping[str, Callable[..., Line]] = {
     "repeated": black_box.repeated_run,
 }
 KINDS = (
-    "coverage",
-    "broken",
-    "views",
-    "clients",
-    "local",
-    "membership",
-    "extraction",
-    "full-model",
-    "language-models",
-    "vault",
-    "repeated",
-)
+    "coverage", "broken", "views", "clients", "local", "membership", "extraction", "full-model", "language-models",
+    "vault", "repeated",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,17 +98,18 @@ def measure(plots: Path, data: Path, cell: AuditCell) -> Line:
 def main() -> None:
     """Do one step of the study."""
     own = parser(__doc__, "audit")
-    own.add_argument("--only", type=listed(","), default=list(KINDS))
+    own.add_argument("--kinds", type=listed(","), default=list(KINDS))
     arguments = own.parse_args()
-    if unknown := [name for name in arguments.only if name not in KINDS]:
-        own.error(f"only = {unknown[0]}: known are {', '.join(KINDS)}")
+    if unknown := [name for name in arguments.kinds if name not in KINDS]:
+        own.error(f"kinds = {unknown[0]}: known are {', '.join(KINDS)}")
     torch.set_num_threads(1)
     if arguments.step == "tables":
         tables.write(arguments.page, lines(arguments.runs))
         return
-    chosen = [cell for kind in arguments.only for cell in cells(kind)]
+    chosen = [cell for kind in arguments.kinds for cell in cells(kind)]
     measured = partial(measure, arguments.page.parent, arguments.data)
-    run_missing(arguments.runs, chosen, measured, lambda line: line["kind"], until=arguments.until)
+    which = {"until": arguments.until, "only": arguments.only}
+    run_missing(arguments.runs, chosen, measured, lambda line: line["kind"], **which)
 
 
 if __name__ == "__main__":

@@ -125,17 +125,19 @@ def disjoint(num):
 
 
 def gap(a, b, measure):
-    return float(np.abs(a - b).max() if measure == "largest" else np.sqrt(np.square(a - b).sum()))
+    gaps = np.abs(a - b)
+    return float({"largest": gaps.max, "norm": lambda: np.sqrt(np.square(gaps).sum()), "mean": gaps.mean}[measure]())
 
 
 def test_distances_are_of_all_weights():
     vectors = np.array([[0.0, 0.0, 0.0], [0.3, -0.4, 0.0]])
     assert distances(vectors, np.zeros(3), "largest") == pytest.approx([0, 0.4])
     assert distances(vectors, np.zeros(3), "norm") == pytest.approx([0, 0.5])
+    assert distances(vectors, np.zeros(3), "mean") == pytest.approx([0, 0.7 / 3])
 
 
 @settings(max_examples=60)
-@given(MODELS, st.floats(0, 0.5, width=32), st.sampled_from(["largest", "norm"]))
+@given(MODELS, st.floats(0, 0.5, width=32), st.sampled_from(["largest", "norm", "mean"]))
 def test_first_member_clusters_are_algorithm_1(vectors, epsilon, measure):
     """Oracle: the published pseudo-code, word by word."""
     expected: list[list[int]] = []
@@ -152,7 +154,7 @@ def test_first_member_clusters_are_algorithm_1(vectors, epsilon, measure):
 
 
 @settings(max_examples=60)
-@given(MODELS, st.floats(0, 0.5, width=32), st.sampled_from(["largest", "norm"]))
+@given(MODELS, st.floats(0, 0.5, width=32), st.sampled_from(["largest", "norm", "mean"]))
 def test_complete_clusters_hold_only_near_pairs_and_the_mean_is_near_all(vectors, epsilon, measure):
     clusters = _complete_clusters(vectors, epsilon, measure)
     assert sorted(row for cluster in clusters for row in cluster) == list(range(len(vectors)))
@@ -184,7 +186,7 @@ def test_a_model_outside_the_cluster_may_count_for_its_mean():
 
 
 @pytest.mark.parametrize("clustering", ["first-member", "complete"])
-@pytest.mark.parametrize("measure", ["largest", "norm"])
+@pytest.mark.parametrize("measure", ["largest", "norm", "mean"])
 def test_planted_near_models_are_found_with_the_right_k(clustering, measure):
     rng = np.random.default_rng(0)
     centres, sizes = rng.normal(size=(3, 50)), (9, 5, 2)

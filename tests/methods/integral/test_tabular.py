@@ -121,6 +121,22 @@ def test_missing_values_are_filled_and_counted():
     assert torch.isfinite(table.test_features).all()
 
 
+def test_columns_that_give_a_class_away_are_named_with_their_accuracy_and_others_are_not():
+    """Two kinds of failure, each always a failure, next to a number that is only likely to be one."""
+    rng = np.random.default_rng(0)
+    heat, power = (rng.permutation(2000) < 40 for _ in range(2))
+    torque = rng.normal(size=2000)
+    fails = heat | power | (torque + rng.normal(size=2000) > 3)
+    columns = {"heat": heat.astype(int), "power": power.astype(int), "torque": torque, "fails": fails.astype(str)}
+    frame = pd.DataFrame(columns)
+    found = prepare(frame, "fails", test_fraction=0.01).giveaways
+    assert found.keys() == {"heat", "power", "all of them"}
+    alone = {name: np.where(frame[name] == 1, fails, ~fails).mean() for name in ("heat", "power")}
+    assert [found[name] for name in alone] == pytest.approx(list(alone.values()), abs=2e-3)
+    assert found["all of them"] == pytest.approx(np.where(heat | power, fails, ~fails).mean(), abs=2e-3)
+    assert not prepare(frame, "fails", drop=["heat", "power"]).giveaways
+
+
 def test_many_categories_share_a_feature():
     wide = frame(2000).assign(town=[f"town {row % 300}" for row in range(2000)])
     names = [name for name in prepare(wide, "label").feature_names if name.startswith("town")]
