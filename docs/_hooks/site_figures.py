@@ -75,7 +75,7 @@ CHECKED: Mapping[str, str] = {
     "aggregation": "160afb60",
     "audit": "160afb60",
     "dedup": "160afb60",
-    "integral": "160afb60",
+    "integral": "7fbc17b7",
     "language_models": "160afb60",
     "lmo": "160afb60",
     "persons": "160afb60",
