@@ -75,7 +75,7 @@ CHECKED: Mapping[str, str] = {
     "aggregation": "6d0810af",
     "audit": "6d0810af",
     "dedup": "160afb60",
-    "integral": "160afb60",
+    "integral": "7fbc17b7",
     "language_models": "6d0810af",
     "lmo": "160afb60",
     "persons": "6d0810af",

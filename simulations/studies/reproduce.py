@@ -119,7 +119,7 @@ class Row:
 
 @cache
 def _values(words: tuple[str, ...], as_json: bool) -> dict[str, Any]:
-    """What a command of `fedpriv` prints as JSON; without, it prints for a reader."""
+    """The JSON that a command of `fedpriv` prints; without `as_json`, it prints for a reader."""
     printed = io.StringIO()
     with contextlib.chdir(ROOT), contextlib.redirect_stdout(printed) if as_json else contextlib.nullcontext():
         try:

@@ -112,7 +112,7 @@ def test_raw_public_files_become_the_tables_that_studies_read(tmp_path):
 
 
 def in_small(row: Row) -> Row | None:
-    """The row with the cheapest of its lines alone, if that takes a minute at most; a command of `fedpriv` as it is."""
+    """The row with the cheapest of its lines alone, if that takes 20 s at most; a command of `fedpriv` as it is."""
     if "{" not in row.ours or not row.command:
         return None
     if not row.study:
@@ -121,7 +121,7 @@ def in_small(row: Row) -> Row | None:
     patterns = [pattern for study, pattern in row.places if study == row.study]
     found = {key: line for key, line in known.items() if reproduce.is_asked(key, patterns)}
     key = min(found, key=lambda key: found[key].get("seconds", 1e9), default=None)
-    if row.study == "dedup" or key is None or found[key].get("seconds", 1e9) > 60:
+    if row.study == "dedup" or key is None or found[key].get("seconds", 1e9) > 20:
         return None
     command = f"python -m simulations.studies.{row.study} run --data FOLDER --only {shlex.quote(key)}"
     return replace(row, command=command, ours="{seconds}", lines=())

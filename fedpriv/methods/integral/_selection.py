@@ -278,7 +278,7 @@ def distances(vectors: Vectors, reference: Vectors, measure: Measure = "largest"
 
 
 def _measured(function: Callable[..., _Distances], *matrices: Vectors, measure: Measure) -> _Distances:
-    """What scipy's `cdist` or `pdist` gives of the models by the measure."""
+    """Distances of the models by the measure, from scipy's `cdist` or `pdist`."""
     if measure not in _METRICS:
         raise InputError(f"measure = {measure!r}: must be one of {', '.join(_METRICS)}")
     found = function(*(np.asarray(each, dtype=np.float64) for each in matrices), _METRICS[measure])
