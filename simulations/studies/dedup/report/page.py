@@ -110,8 +110,15 @@ class Section:
 SECTIONS = (
     Section(learned),
     Section(searches.compared),
+    Section(searches.by_scenario),
+    Section(searches.individual),
+    Section(validation.minilm),
     Section(settings.by_length, figures.lengths, "dedup-l.png", "Validations against C.R. for every L"),
     Section(validation.private),
+    Section(validation.sparse),
+    Section(settings.other_settings),
+    Section(settings.thresholds),
+    Section(searches.by_bases),
     Section(
         serving.serving,
         figures.latency,
@@ -123,14 +130,7 @@ SECTIONS = (
 )
 
 
-PRINTED = (
-    settings.lengths,
-    searches.individual,
-    validation.minilm,
-    settings.other_settings,
-    settings.thresholds,
-    searches.by_bases,
-)
+PRINTED = (settings.lengths,)
 """Tables that the page leaves out."""
 
 
