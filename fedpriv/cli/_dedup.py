@@ -1,7 +1,4 @@
-"""`fedpriv dedup ...`: store the variants of a model by the blocks that they share.
-
-Where a run is, stands in one line that is rewritten on a terminal; elsewhere each variant gets a line.
-"""
+"""`fedpriv dedup ...`: store the variants of a model by the blocks that they share."""
 
 from __future__ import annotations
 
@@ -180,6 +177,8 @@ def run(
     Example: fedpriv dedup run variants store --evaluator study:evaluator --algorithm dred -o min_batch=10
 
     Example: fedpriv dedup run RUN/variants RUN/store --algorithm lossless
+
+    Example: fedpriv dedup add later/variants store --evaluator RUN
     """
     from fedpriv.config import parse_overrides
     from fedpriv.models.dedup import pipeline

@@ -90,6 +90,7 @@ EXAMPLES = {
         "variants store --evaluator study:evaluator --block-size 128 --fairness outcome",
         infinite="variants 2 epsilon_before",
     ),
+    "dedup add": Example("variants store --evaluator study:evaluator --fairness outcome"),
     "dedup import": Example("published/variants/global --store imported", infinite="variants 0 epsilon_after"),
     "dedup restore": Example("store round-14 --out round-14.safetensors", prepared_by="dedup run"),
     "dedup list": Example("store", prepared_by="dedup run"),
