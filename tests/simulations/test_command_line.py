@@ -102,7 +102,12 @@ def test_missing_configuration_file_from_a_shell(tmp_path):
 
 
 def test_keys_their_values_engines_and_recipes_are_completed():
-    assert _override_names("target_") == ["target_modules=", "target_epsilon=", "target_risk="]
+    assert _override_names("target_") == [
+        "target_modules=",
+        "target_epsilon=",
+        "target_risk=",
+        "target_epsilon_published=",
+    ]
     assert _override_names("") == [f"{key}=" for key in KEYS]
     assert _override_names("simulate=") == ["simulate=true", "simulate=false"]
     assert _override_names("mechanism=l") == ["mechanism=lmo"]

@@ -6,7 +6,7 @@ The least Laplace noise that meets a budget, and its cost:
 >>> budget = Budget(epsilon=1.0, delta=1e-5)
 >>> noise = laplace(budget)
 >>> print(f"scale {1 / noise.uniform.low:.3f} clip norms, epsilon {cost(noise, budget):.3f}")
-scale 1.003 clip norms, epsilon 1.000
+scale 1.000 clip norms, epsilon 1.000
 """
 
 from typing import TYPE_CHECKING
