@@ -28,7 +28,7 @@ from fedpriv.config._section import (
 from fedpriv.exports import Registry
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 
-Trains = Literal["lora", "lora-b", "lora-r", "head", "weights"]
+Trains = Literal["lora", "lora-b", "lora-r", "head", "weights", "biases"]
 """The tensors that a rule trains, of which `RuleFacts` says more."""
 
 
@@ -38,7 +38,7 @@ class RuleFacts:
 
     Attributes:
         trains: `lora`: A, B and a head; `lora-b`: B and a head; `lora-r`: a matrix R between frozen B and A, and a
-            head; `weights`: full weight matrices and a head.
+            head; `weights`: full weight matrices and a head; `biases`: those of linear layers, and a head.
         turns: the tensors that each round trains, in turn, where it trains more than the head; the others are
             broadcast and uploaded as they are.
         orthonormal: whether the rows of A are orthonormal at the start.
@@ -84,7 +84,7 @@ class RuleFacts:
     @property
     def combines_lora(self) -> bool:
         """Whether the new model is made of LoRA's factors, by a weighted sum or as a rule of one's own makes it."""
-        return (self.linear or self.is_plain) and self.trains != "weights"
+        return (self.linear or self.is_plain) and self.trains not in ("weights", "biases")
 
 
 class _RuleFacts(Registry[RuleFacts]):
@@ -100,6 +100,7 @@ RULE_FACTS = _RuleFacts(
         "fedavg": RuleFacts(trains="weights", linear=True),
         "t-fedavg": RuleFacts(trains="weights", ternary=True),
         "cmfl": RuleFacts(trains="weights", selective=True),
+        "bitfit": RuleFacts(trains="biases", linear=True),
         "ffa-lora": RuleFacts(trains="lora-b", linear=True),
         "rolora": RuleFacts(turns=("lora-b", "lora-a"), linear=True),
         "fedsvd": RuleFacts(turns=("lora-b",), orthonormal=True, rebases=True, linear=True),

@@ -295,7 +295,9 @@ _CONFIG: dict[str, list[object]] = {
     "simulate": [True],
     "public_data": [True],
     "audit": ["tokens"],
-    "aggregation": ["t-fedavg", "cmfl", "ffa-lora", "rolora", "fedsvd", "fed-sb", "fedex-lora", "flora", "fedavg"],
+    "aggregation": [
+        *("t-fedavg", "cmfl", "ffa-lora", "rolora", "fedsvd", "fed-sb", "fedex-lora", "flora", "fedavg", "bitfit"),
+    ],
     "num_clients": [0, 3],
     "budget_epsilon": ["1e9"],
     "delta": [0.5],

@@ -231,16 +231,24 @@ def test_a_client_that_sends_nonsense_is_named_in_the_table_and_the_run_goes_on(
     assert rows[rows.client == 1].epsilon_local.iloc[-1] > 0
 
 
-def test_full_weights_of_one_round_are_the_uploads_average(small_run, tmp_path):
-    folder = run(small_run, tmp_path / "fedavg", aggregation="fedavg", rounds=1)
-    bench = workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
-    sizes = [len(client) for client in bench.data.clients]
-    parts = [load_file(folder / "variants" / f"client-{k}" / "adapter_model.safetensors") for k in range(3)]
-    merged = load_file(folder / "variants" / "global" / "adapter_model.safetensors")
-    assert sum(tensor.numel() for tensor in merged.values()) > 30_000
-    for name, tensor in merged.items():
-        expected = sum(size * part[name].double() for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
-        torch.testing.assert_close(tensor.double(), expected, atol=1e-7, rtol=1e-6)
+def test_full_weights_and_biases_of_one_round_are_the_uploads_average_and_charged_alike(small_run, tmp_path):
+    charged = []
+    for rule, frozen in (("fedavg", ()), ("bitfit", (".ln_tuning_layers.weight",))):
+        folder = run(small_run, tmp_path / rule, aggregation=rule, rounds=1)
+        charged.append(clients(folder).epsilon_local.tolist())
+        bench = workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
+        sizes = [len(client) for client in bench.data.clients]
+        parts = [load_file(folder / "variants" / f"client-{k}" / "adapter_model.safetensors") for k in range(3)]
+        merged = load_file(folder / "variants" / "global" / "adapter_model.safetensors")
+        assert sum(tensor.numel() for tensor in merged.values()) > 30_000
+        for name, tensor in merged.items():
+            expected = sum(size * part[name].double() for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
+            torch.testing.assert_close(tensor.double(), expected, atol=1e-7, rtol=1e-6)
+        trained = bench.model.initial
+        assert merged.keys() - trained.keys() == {name for name in merged if name.endswith(frozen)}
+        assert not any(torch.equal(merged[name], tensor) for name, tensor in trained.items())
+        assert all(torch.equal(part[name], merged[name]) for part in parts for name in merged.keys() - trained.keys())
+    assert charged[0] == charged[1]
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,9 @@ def test_noise_is_shown_by_its_standard_deviation(tmp_path):
     ]
     papers = {"mechanism_parameters": "{}", "target_epsilon_published": 0.3}
     published = sweep_line("lmo-published", 0.9, **papers) | {"epsilon_sound_max": 7.0}
-    rows = written(tmp_path, lmo, compared, *trained, published)
-    assert ["0.3", "0.509", "not run", "0.922", "0.900", "7"] in rows
+    biases = sweep_line("lmo-published", 0.6, target_epsilon=0.3, aggregation="bitfit")
+    rows = written(tmp_path, lmo, compared, *trained, published, biases)
+    assert ["0.3", "0.509", "not run", "0.494", "0.600", "0.922", "0.900", "7"] in rows
     assert ["3", "90.0 %", "80.0 %", "at most 85.0 %", "23.9", "8", "8"] in rows
     assert ["uniform", "0.200"] in rows
     # Laplace noise of scale 1 has variance 2; with u uniform on [a, b] it is 2 / (a b).

@@ -62,6 +62,7 @@ _FROZEN = {
     "lora-b": (".lora_A.",),
     "lora-r": (".lora_A.", OUTER_SUFFIX),
     "head": (".lora_A.", ".lora_B."),
+    "biases": (".ln_tuning_layers.default.weight",),
 }
 
 
@@ -141,7 +142,8 @@ class LoraSettings:
         task: `SEQ_CLS` or `CAUSAL_LM`; with the former, the classification head is trained too.
         trains: `lora`: A and B; `lora-b`: B only, with A frozen at its random initial value; `lora-r`: a matrix R
             between B and A, which are frozen; `head`: neither, so that only a classification head is trained;
-            `weights`: the layers' full weight matrices and biases instead, in which case rank and alpha are ignored.
+            `weights`: the layers' full weight matrices and biases instead, in which case rank and alpha are ignored;
+            `biases`: the latter alone.
         orthonormal: whether the rows of A are made orthonormal at the start, keeping what they span.
     """
 
@@ -172,10 +174,10 @@ def attach(
         InputError: the model lacks a target module or layer, or has no full weights that can be trained, or a layer has
             fewer inputs than an orthonormal A has rows, or no unique singular vectors.
     """
-    config = _weights_config(base, settings) if settings.trains == "weights" else _lora_config(base, settings)
+    configured = _weights_config if settings.trains in ("weights", "biases") else _lora_config
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = get_peft_model(base.model, config).eval()
+        model = get_peft_model(base.model, configured(base, settings)).eval()
         if settings.trains == "lora-r":
             _put_between(model, factors(model))
         elif rows and settings.trains == "lora-b":
@@ -234,12 +236,13 @@ def _weights_config(base: BaseModel, settings: LoraSettings) -> LNTuningConfig:
         for index in (range(len(layers)) if chosen is None else chosen)
         for name, module in layers[index].named_modules()
         if isinstance(module, nn.Linear)
+        and (settings.trains == "weights" or module.bias is not None)
         and (not settings.target_modules or name.rsplit(".", 1)[-1] in settings.target_modules)
     ]
     if not names:
         raise InputError(
-            f"model {base.name!r}: none of the chosen layers' target_modules is a linear layer, and other weights are "
-            "not trained in full here; use a rule that trains LoRA"
+            f"model {base.name!r}: none of the chosen layers' target_modules is a linear layer with {settings.trains}, "
+            "and others are not trained here; use a rule that trains LoRA"
         )
     return LNTuningConfig(target_modules=names, modules_to_save=list(base.new_modules) or None, task_type=settings.task)
 

@@ -100,7 +100,7 @@ def _late(place: str) -> Callable[..., Any]:
     return function
 
 
-def _known(name: str, aggregate: str, **hooks: str) -> Rule:
+def _known(name: str, *, aggregate: str = _AVERAGE, **hooks: str) -> Rule:
     """A rule of which the configuration has the facts; its functions are imported when they are first called."""
     late: Any = {hook: _late(place) for hook, place in hooks.items()}
     return Rule(**asdict(RULE_FACTS[name]), aggregate=_late(aggregate), **late)
@@ -195,21 +195,16 @@ def server_step(
     return replace(aggregated, adapter=adapter, optimizer_state=state)
 
 
-RULES = _Rules(
-    "aggregation",
-    {
-        "dp-lora": _known("dp-lora", _AVERAGE),
-        "fedavg": _known("fedavg", _AVERAGE),
-        "t-fedavg": _known("t-fedavg", "_fedavg:t_fedavg"),
-        "cmfl": _known("cmfl", "_cmfl:cmfl", withholds="_cmfl:is_irrelevant"),
-        "ffa-lora": _known("ffa-lora", _AVERAGE),
-        "rolora": _known("rolora", _AVERAGE),
-        "fedsvd": _known("fedsvd", _AVERAGE, finish="_fedsvd:rebased"),
-        "fed-sb": _known("fed-sb", _AVERAGE),
-        "fedex-lora": _known("fedex-lora", "_exact_products:fedex_lora"),
-        "flora": _known("flora", "_exact_products:flora"),
-    },
-)
+# Where the functions are of rules that do more than average.
+_FUNCTIONS: Mapping[str, Mapping[str, str]] = {
+    "t-fedavg": {"aggregate": "_fedavg:t_fedavg"},
+    "cmfl": {"aggregate": "_cmfl:cmfl", "withholds": "_cmfl:is_irrelevant"},
+    "fedsvd": {"finish": "_fedsvd:rebased"},
+    "fedex-lora": {"aggregate": "_exact_products:fedex_lora"},
+    "flora": {"aggregate": "_exact_products:flora"},
+}
+
+RULES = _Rules("aggregation", {name: _known(name, **_FUNCTIONS.get(name, {})) for name in RULE_FACTS})
 """{`aggregation` of a configuration: how that rule makes the next global model}."""
 
 SERVER_OPTIMIZERS: Mapping[str, Direction] = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "yogi": _yogi}

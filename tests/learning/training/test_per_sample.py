@@ -67,8 +67,8 @@ def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return turned
 
 
-@pytest.mark.parametrize("trains", ["lora-b", "lora-r", "weights"])
-def test_gradients_of_one_factor_of_an_inner_matrix_and_of_full_weights_equal_the_loop(encoder, make_records, trains):
+@pytest.mark.parametrize("trains", ["lora-b", "lora-r", "weights", "biases"])
+def test_gradients_of_a_factor_an_inner_matrix_full_weights_and_biases_equal_the_loop(encoder, make_records, trains):
     model = encoder(trains=trains)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert not any("lora_A" in name for name in trained)
