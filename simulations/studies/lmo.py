@@ -4,10 +4,10 @@
 
 `run` keeps a line of what `fedpriv lmo compare --ablations` computes, and one of each run of the sweep `lmo.toml` of
 simulations/configs/sweeps; `tables` makes the page's tables. Comparisons cost one release at delta 1e-10 without
-sampling, by Renyi divergence at dp-accounting's orders. The sweep trains MiniLM's last layer by the recipe `per-sample`
-on the embedded corpus at five hospitals, at delta 1e-5. Each noise is scaled until the run costs epsilon by the
-tightest accounting that holds for it: pld for Gaussian noise, `sound` for the others. The sweep `lmo-published.toml`
-is the paper's Table 2 on SST-2, where LMO noise costs what its published curve says, which is no guarantee.
+sampling, by Renyi divergence at dp-accounting's orders. The sweep trains MiniLM's last layer by the recipe
+`per-sample` on the embedded corpus at five hospitals, at delta 1e-5. Each noise is scaled until the run costs epsilon
+by the tightest accounting that holds for it: pld for Gaussian noise, `sound` for the others. `lmo-published.toml` is
+the paper's Table 2 on SST-2, where LMO noise costs what its published curve says, which is no guarantee.
 """
 
 from __future__ import annotations
