@@ -92,7 +92,7 @@ def plan(
     utility_bound: UtilityBound = None,
     max_distance: MaxDistance = 0.5,
 ) -> Result:
-    """Which variants may take blocks of which others, and what each would then cost; no weights are read.
+    """Which variants may take blocks of which others, and the epsilon and memory of each; no weights are read.
 
     Without loss (--algorithm lossless) nothing is taken from others, so there is nothing to plan.
 
@@ -100,14 +100,19 @@ def plan(
     """
     from fedpriv.models.dedup import planning
     from fedpriv.models.dedup.algorithms import LOSSLESS
+    from fedpriv.models.variants import blocks, folders
+    from fedpriv.runs.figures import format_bytes
 
     settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness, max_distance=max_distance)
     if algorithm == LOSSLESS:
         raise InputError(f"algorithm = {algorithm!r}: stores every variant as it is, at its own epsilon; just run it")
-    described = _described(folder, epsilon_bound, utility_bound).values()
+    where = _described(folder, epsilon_bound, utility_bound)
+    described, sizes = where.values(), {variant.name: folders.num_bytes(path) for path, variant in where.items()}
+    block_size = min(blocks.fitting_block_size([size // 4]) for size in sizes.values())
     found = planning.plan(list(described), settings)
     targets: dict[str, Any] = {
         name: {"bases": list(a.bases), **asdict(a.guarantee), "epsilon_bound": a.limits.epsilon}
+        | planning.search_memory(sizes[name], sum(sizes[base] for base in a.bases), block_size)
         for name, a in found.assignments.items()
     }
     lines = [
@@ -118,6 +123,10 @@ def plan(
     lines += [f"{name}: stays as it is, {reason}" for name, reason in found.untouched.items()]
     unknown = [each.name for each in described if each.history.is_unknown]
     lines += [f"{name}: epsilon unknown, since nothing says what went into it" for name in unknown]
+    if targets:
+        most = max(targets.values(), key=lambda target: target["memory_bytes"])
+        ours, published = (format_bytes(most[key]) for key in ("memory_bytes", "memory_bytes_published"))
+        lines.append(f"a search holds {ours} at most, and its evaluator; its bases and one block take {published}")
     return Result({"targets": targets, "untouched": dict(found.untouched)}, lines)
 
 
@@ -492,19 +501,18 @@ def _epsilon(epsilon: float, origin_known: bool) -> str:
 
 def _utility(outcome: Outcome) -> str:
     """Its loss in words, of accuracy or of perplexity; empty if its records are private or nothing was proven."""
-    from fedpriv.models.variants.blocks import perplexity
-    from fedpriv.models.variants.stored import UNPROVEN
+    from fedpriv.models.variants.blocks import perplexity, unproven
     from fedpriv.runs.figures import format_bound
 
     before, after = outcome.utility_before, outcome.utility_after
-    proves = outcome.acceptance == "proof"
-    if before is None or after is None or (outcome.loss_limit is None and proves):
-        return "" if proves else f"{UNPROVEN} ({outcome.acceptance}), "
+    marked = unproven(outcome.acceptance)
+    if before is None or after is None or (outcome.loss_limit is None and not marked):
+        return f"{marked}, " if marked else ""
     figures = f"accuracy {before:.4f} to {after:.4f}"
     if outcome.utility != "accuracy":
         figures = f"perplexity {perplexity(before):.2f} to {perplexity(after):.2f}"
     if outcome.loss_limit is None:
-        return f"{figures} of the {outcome.num_records} records of the search, {UNPROVEN} ({outcome.acceptance}), "
+        return f"{figures} of the {outcome.num_records} records of the search, {marked}, "
     most = f"at most {format_bound(outcome.loss_limit)}" if outcome.loss_limit > 0 else "none"
     return f"{figures} of {outcome.num_records} records, a loss of {most}, "
 
@@ -565,7 +573,11 @@ def _shown(*, quiet: bool) -> Iterator[Observer]:
     def observer(progress: Progress) -> None:
         last[:] = [progress]
         if not quiet and (rewrites or progress.stored):
-            line = _progress_line(progress)
+            left = progress.seconds_left
+            line = (
+                f"{progress.num_stored} of {progress.num_variants} variants stored | {progress.name} | "
+                f"{progress.num_validations} validations | "
+            ) + ("estimating the time left" if left is None else f"{timedelta(seconds=round(left))} left")
             typer.echo(
                 f"\r\x1b[K{line}" if rewrites else line,
                 err=True,
@@ -578,17 +590,6 @@ def _shown(*, quiet: bool) -> Iterator[Observer]:
         stored = f"{last[0].num_stored} of {last[0].num_variants} variants are stored" if last else "nothing is stored"
         typer.echo(f"interrupted: {stored}; the same command goes on from there", err=True)
         raise typer.Exit(130) from None
-
-
-def _progress_line(progress: Progress) -> str:
-    left = progress.seconds_left
-    parts = [
-        f"{progress.num_stored} of {progress.num_variants} variants stored",
-        progress.name,
-        f"{progress.num_validations} validations",
-        "estimating the time left" if left is None else f"{timedelta(seconds=round(left))} left",
-    ]
-    return " | ".join(parts)
 
 
 def _check_store(store: Path) -> None:

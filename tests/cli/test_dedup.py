@@ -41,6 +41,9 @@ def test_variants_are_planned_stored_restored_and_verified(study, tmp_path):
     planned = as_json("dedup", "plan", "variants", "--fairness", "outcome", folder=study)
     assert set(planned["targets"]) | set(planned["untouched"]) == {"round-10", "round-12", "round-14"}
     assert planned["targets"]
+    for target in planned["targets"].values():
+        assert target["memory_bytes"] > target["memory_bytes_published"] == 4 * (8192 * len(target["bases"]) + 64)
+    assert "a search holds " in fedpriv("dedup", "plan", "variants", "--fairness", "outcome", folder=study)[0]
     store = tmp_path / "store"
     options = ["--evaluator", "study:evaluator", "--block-size", "128", "-o", "min_batch=1", "--fairness", "outcome"]
     done = as_json("dedup", "run", "variants", store, *options, folder=study)
@@ -303,7 +306,9 @@ def test_what_was_accepted_without_a_proof_says_so_wherever_it_is_shown(study, t
     assert {row["acceptance"] for row in listed if row["bases"]} == {name}
     outcomes = [Store(store, read_only=True).manifest(row["name"]).outcome for row in listed]
     table = StoredVariants(outcomes=tuple(outcomes), lossless=False, bytes_stored=1, bytes_logical=1).variant_table()
-    assert [row[5] == "unproven" for row in table.rows] == [row["bases"] != [] for row in listed]
+    marks = [f"unproven ({name})" if row["bases"] else "" for row in listed]
+    assert [row[5] if row[5].startswith("unproven") else "" for row in table.rows] == marks
+    assert [Cards(store).card(row["name"])["unproven"] for row in listed] == marks
     for refused in (["--acceptance", "empirical", "--evaluator", "study:private"], ["-o", "cutoff=3"]):
         terms = ["--validation-epsilon", "1", "--ledger", tmp_path / "l"] if len(refused) > 2 else []
         Ledger(tmp_path / "l").close()

@@ -16,6 +16,7 @@ SHARED = """
     lora_server_optimizer lora_server_learning_rate relevance_threshold max_update_norm local_steps
     lora_sampling_probability learning_rate lora_learning_rate lora_head_learning_rate clip_norm
     noise_multiplier noise_schedule start_noise_multiplier lora_noise_multiplier target_epsilon target_risk
+    target_epsilon_published
     mechanism mechanism_parameters privacy_view budget_epsilon secure_aggregation secure_masks colluding_clients
     delta comparison generated_answers max_new_tokens variant_rounds variant_clients dedup dedup_block_size
     dedup_records dedup_epsilon_bound dedup_utility_bound integral_epsilon out ledger node_keys resume
@@ -30,7 +31,10 @@ SHARED = """
         (Fact.OUTSIDE, "table_checks purpose until node_keys track ledger out resume"),
         (Fact.HIDDEN, "table_checks purpose until node_keys ray_address track ledger out resume"),
         (Fact.PATH, "model data test_data mechanism_parameters"),
-        (Fact.PRIVACY, "noise_multiplier noise_schedule target_epsilon target_risk budget_epsilon"),
+        (
+            Fact.PRIVACY,
+            "noise_multiplier noise_schedule target_epsilon target_risk target_epsilon_published budget_epsilon",
+        ),
         (Fact.BY_SWEEP, "ledger out"),
         (
             Fact.RELEASE,

@@ -67,6 +67,7 @@ BAD = {
     "noise_schedule": [1.0, 0.0],
     "delta": 1.0,
     "target_epsilon": -2.0,
+    "target_epsilon_published": -2.0,
     "privacy_view": "global",
     "noise_on": "paper",
     "budget_epsilon": [0.0],

@@ -230,7 +230,7 @@ def named_choices(values: Sequence[object]) -> tuple[tuple[str, ...], tuple[str,
             names, found = found.get("label") or (), found["text"]
         elif isinstance(found, Mapping):
             names, found = tuple(found), tuple(found.values())
-        if not isinstance(found, (list, tuple)):
+        if not (isinstance(found, (list, tuple)) and isinstance(names, (list, tuple))):
             raise ValueError("holds no list of choices")
         values = found
     while values and values[-1] is None:  # of a record with fewer choices than there are columns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from fedpriv.models.variants.composition import Guarantee
@@ -239,10 +239,7 @@ class _Chooser:
         self._cost = cost
         self._limits = {v.name: fair_limits(v, variants) for v in variants}
         if fairness == "outcome":
-            self._limits = {
-                v.name: VariantLimits(epsilon=own_limits(v).epsilon, utility=self._limits[v.name].utility)
-                for v in variants
-            }
+            self._limits |= {v.name: replace(self._limits[v.name], epsilon=own_limits(v).epsilon) for v in variants}
 
     def is_target(self, variant: Candidate) -> bool:
         return variant.name in self.bases

@@ -109,11 +109,11 @@ def _search(
     name, settings, (blocks, extras) = assignment.target, work.settings, model
     layout, evaluator = work.layouts[name], work.evaluators[name]
     validation = work.validation(name, assignment.limits, costs.attempts[name])
-    measured = evaluator.saliency(layout.from_blocks(blocks, extras), work.chosen_on(name))
-    saliency = by_block(measured, layout, settings.aggregation)
-    base = _blocks_of(work, assignment)
-    indices, _ = nearest(blocks, base, settings.metric)
-    substitutes = base[indices]
+    # Neither what was measured nor the bases outlive their lines, as `planning.search_memory` counts.
+    saliency = by_block(
+        evaluator.saliency(layout.from_blocks(blocks, extras), work.chosen_on(name)), layout, settings.aggregation
+    )
+    substitutes = _substitutes(work, assignment, blocks)
     # Those that are a base's already are shared anyway, so no validation is spent on them.
     differs = np.array([own.tobytes() != other.tobytes() for own, other in zip(blocks, substitutes, strict=True)])
     order = np.argsort(saliency, kind="stable")
@@ -174,18 +174,18 @@ class _Trial:
         return self.layout.from_blocks(self._replaced(positions), self.extras)
 
     def _replaced(self, positions: Collection[int]) -> NDArray[Any]:
-        rows = self.order[sorted(positions)]
-        blocks = self.blocks.copy()
-        blocks[rows] = self.nearest[rows]
-        return blocks
+        replaced = np.zeros((len(self.blocks), 1), bool)
+        replaced[self.order[list(positions)]] = True
+        return np.where(replaced, self.nearest, self.blocks)
 
 
-def _blocks_of(work: Work, assignment: Assignment) -> NDArray[Any]:
-    """All blocks of the bases, whatever tensors they come from, [n, block_size].
+def _substitutes(work: Work, assignment: Assignment, blocks: NDArray[Any]) -> NDArray[Any]:
+    """The nearest block of the bases for each of a target's, whatever tensors they come from, [n, block_size].
 
     They are the bases' own: under `cross` a base may have taken others by a proof on the records that prove the target.
     """
-    return np.concatenate([work.layouts[name].to_blocks(work.read_tensors(name))[0] for name in assignment.bases])
+    base = np.concatenate([work.layouts[name].to_blocks(work.read_tensors(name))[0] for name in assignment.bases])
+    return base[nearest(blocks, base, work.settings.metric)[0]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ Dynamic ranges start with large ranges of unimportant blocks, and halve one when
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +64,7 @@ class Trials:
             self._largest = positions
         return passed
 
-    def extend(self, positions: range | Positions) -> bool:
+    def extend(self, positions: Iterable[int]) -> bool:
         """Replace these positions too, or roll them back if validation fails; whether it passed."""
         return self.passes(self._largest.union(positions))
 
@@ -110,7 +110,8 @@ def greedy(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchRe
 
     Source: Guan et al. 2025, section 5.1.2, Greedy-N.
     """
-    return _in_batches(num_blocks, accept, batch, until_failure=False)
+    check_whole("num_blocks", num_blocks, 0)
+    return in_batches(range(num_blocks), accept, batch, until_failure=False)
 
 
 def dedup(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchResult:
@@ -120,16 +121,17 @@ def dedup(num_blocks: int, accept: Accept, *, batch: int = 20) -> BlockSearchRes
 
     Source: Zhou et al. 2022, as Guan et al. 2025 describe it in section 3.2, step 3.
     """
-    return _in_batches(num_blocks, accept, batch, until_failure=True)
-
-
-def _in_batches(num_blocks: int, accept: Accept, batch: int, *, until_failure: bool) -> BlockSearchResult:
     check_whole("num_blocks", num_blocks, 0)
+    return in_batches(range(num_blocks), accept, batch, until_failure=True)
+
+
+def in_batches(positions: Sequence[int], accept: Accept, batch: int, *, until_failure: bool) -> BlockSearchResult:
+    """Try these positions, a batch at a time, and end at the first that fails if asked for."""
     check_whole("batch", batch, 1)
 
     def walk(trials: Trials) -> None:
-        for positions in batches(num_blocks, batch):
-            if not trials.extend(positions) and until_failure:
+        for part in batches(len(positions), batch):
+            if not trials.extend(positions[part.start : part.stop]) and until_failure:
                 return
 
     return run_search(accept, walk)
@@ -156,13 +158,7 @@ def drd(
     also leaves a range of exactly L, so its L is `min_batch` - 1. A single block that failed is not tried again.
     `published`: batch_dedup/drd.py of their code (asu-cactus/DP_Dedup), where L = 1 never ends and is taken as 2.
     """
-    _check(num_blocks, min_batch, stopping)
-
-    def walk(trials: Trials) -> None:
-        least = _least(trials, num_blocks, min_batch, stopping)
-        _halve(trials, 0, num_blocks, least=least, stopping=stopping)
-
-    return run_search(accept, walk)
+    return _by_ranges(_halve, num_blocks, accept, min_batch, stopping)
 
 
 def dred(
@@ -184,13 +180,7 @@ def dred(
     Source: Guan et al. 2025, section 4.3.3, Algorithm 4 with line 17 for |B| - 1 in place of r. `published`:
     batch_dedup/dred.py of their code (asu-cactus/DP_Dedup), where L = 1 never ends and is taken as 2.
     """
-    _check(num_blocks, min_batch, stopping)
-
-    def walk(trials: Trials) -> None:
-        least = _least(trials, num_blocks, min_batch, stopping)
-        _halve_and_expand(trials, num_blocks, least=least, stopping=stopping)
-
-    return run_search(accept, walk)
+    return _by_ranges(_halve_and_expand, num_blocks, accept, min_batch, stopping)
 
 
 def shortest_range(num_blocks: int, begin: int, num_validations: int) -> float:
@@ -214,12 +204,19 @@ def shortest_range(num_blocks: int, begin: int, num_validations: int) -> float:
     return max(LEAST_BATCH, (num_blocks - begin) / (2 * affordable))
 
 
-def _check(num_blocks: int, min_batch: int | None, stopping: str) -> None:
+def _by_ranges(
+    search: Callable[..., object], num_blocks: int, accept: Accept, min_batch: int | None, stopping: Stopping
+) -> BlockSearchResult:
     check_whole("num_blocks", num_blocks, 0)
     if min_batch is not None:
         check_whole("min_batch", min_batch, 1)
     if stopping not in get_args(Stopping):
         raise InputError(f"stopping = {stopping!r}: known are {', '.join(get_args(Stopping))}")
+
+    def walk(trials: Trials) -> None:
+        search(trials, 0, num_blocks, least=_least(trials, num_blocks, min_batch, stopping), stopping=stopping)
+
+    return run_search(accept, walk)
 
 
 def _least(trials: Trials, num_blocks: int, min_batch: int | None, stopping: Stopping) -> _Least:
@@ -244,9 +241,9 @@ def _halve(trials: Trials, begin: int, end: int, *, least: _Least, stopping: Sto
     return replaced
 
 
-def _halve_and_expand(trials: Trials, num_blocks: int, *, least: _Least, stopping: Stopping) -> None:
+def _halve_and_expand(trials: Trials, begin: int, num_blocks: int, *, least: _Least, stopping: Stopping) -> None:
     """The expansion: a range [begin, end) shrinks until it is accepted or too short; then the next one begins."""
-    begin, end = 0, num_blocks
+    end = num_blocks
     while begin < num_blocks:
         if end - begin < least(begin):
             if stopping == "published":

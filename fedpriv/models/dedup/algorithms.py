@@ -30,6 +30,7 @@ from fedpriv.models.dedup._in_order import (
     drd,
     dred,
     greedy,
+    in_batches,
     run_search,
 )
 
@@ -70,30 +71,13 @@ def mistique(
     Source: Vartak et al. 2018, with the saliency order and the validation that Guan et al. 2025 add in section 5.1.2.
     """
     check_whole("num_blocks", num_blocks, 0)
-    check_whole("batch", batch, 1)
     check_number("threshold", threshold, 0, 1)
-    similar = _similar(num_blocks, similarity, threshold)
-
-    def walk(trials: Trials) -> None:
-        for part in batches(len(similar), batch):
-            if not trials.extend(Positions(similar[part.start : part.stop])):
-                return
-
-    return run_search(accept, walk)
-
-
-def _similar(
-    num_blocks: int, similarity: Sequence[float] | npt.NDArray[np.float64] | None, threshold: float
-) -> list[int]:
-    """The positions of blocks that are similar enough, in saliency order."""
-    if similarity is None:
-        return list(range(num_blocks))
-    values = np.asarray(similarity, dtype=np.float64)
+    values = np.ones(num_blocks) if similarity is None else np.asarray(similarity, dtype=np.float64)
     if values.shape != (num_blocks,):
         raise InputError(f"similarity of shape {values.shape}: must be one number for each of {num_blocks} blocks")
     if not ((values >= 0) & (values <= 1)).all():
         raise InputError("similarity: every number must lie in [0, 1]")
-    return [int(position) for position in np.flatnonzero(values >= threshold)]
+    return in_batches(np.flatnonzero(values >= threshold).tolist(), accept, batch, until_failure=True)
 
 
 def minhash_similarity(

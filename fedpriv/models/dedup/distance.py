@@ -19,16 +19,8 @@ _UNIT, _TINY = 2.0**-24, 2.0**-126
 # How many values one float32 product sums: few enough for tight bounds, enough to keep the product fast.
 _CHUNK = 2048
 
-# How many targets are compared with how many bases at once.
-_TILE = 1024
-
-
-def _l2(a: Vector, b: Vector) -> float:
-    return float(np.linalg.norm(a - b))
-
-
-def _l1(a: Vector, b: Vector) -> float:
-    return float(np.abs(a - b).sum())
+TILE = 1024
+"""The number of targets that are compared with as many bases at once, which takes 48 bytes a pair."""
 
 
 def _cosine(a: Vector, b: Vector) -> float:
@@ -40,7 +32,11 @@ def _cosine(a: Vector, b: Vector) -> float:
     return 0.5 * float(np.square(a / norms[0] - b / norms[1]).sum())
 
 
-METRICS: dict[str, Callable[[Vector, Vector], float]] = {"l2": _l2, "l1": _l1, "cosine": _cosine}
+METRICS: dict[str, Callable[[Vector, Vector], float]] = {
+    "l2": lambda a, b: float(np.linalg.norm(a - b)),
+    "l1": lambda a, b: float(np.abs(a - b).sum()),
+    "cosine": _cosine,
+}
 
 
 def nearest(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> tuple[npt.NDArray[np.int64], Vector]:
@@ -48,7 +44,7 @@ def nearest(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> t
 
     The result is that of float64 arithmetic throughout, with ties going to the smallest index: float32 products only
     exclude blocks that cannot be the nearest within their rounding errors, and the rest is compared in float64. It
-    takes 48 bytes for each pair of `_TILE` targets and bases, and copies of a few blocks.
+    takes 48 bytes for each pair of `TILE` targets and bases, and copies of a few blocks.
 
     Args:
         target_blocks: [n, d], finite, any floating type; may be a memory map.
@@ -71,8 +67,8 @@ def nearest(target_blocks: Blocks, base_blocks: Blocks, metric: str = "l2") -> t
     best = np.zeros(len(target_blocks), np.int64), np.full(len(target_blocks), np.inf)
     best[0][:num] = np.arange(num)
     best[1][:num] = [_distance(target_blocks[k], base_blocks[k], metric) for k in range(num)]
-    for rows in _tiles(len(target_blocks), _TILE):
-        for columns in _tiles(len(base_blocks), _TILE):
+    for rows in _tiles(len(target_blocks), TILE):
+        for columns in _tiles(len(base_blocks), TILE):
             targets, bases = target_blocks[rows], base_blocks[columns]
             if metric == "l1":
                 near = _near_by_sums(targets, bases, best[1][rows])

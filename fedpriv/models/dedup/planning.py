@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from fedpriv.models.dedup._base_selection import (
 )
 from fedpriv.models.dedup._in_order import check_whole
 from fedpriv.models.dedup.algorithms import LOSSLESS, algorithm
+from fedpriv.models.dedup.distance import TILE
 from fedpriv.models.variants.composition import Guarantee, PublicationCost, publication_cost, smallest_deltas
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.store import CHARGES_FILE
@@ -141,6 +143,24 @@ def plan(
         most_bases=worthwhile_bases if _share_releases(variants) else None,
         stored=stored or {},
     )
+
+
+def search_memory(target: int, bases: int, block_size: int) -> dict[str, int]:
+    """The peak memory of one target's search, without the evaluator's model and records; and as it was published.
+
+    With T bytes of the target and B of its bases it is the largest of 3 T (own blocks, substitutes and a form to be
+    validated; or own blocks, saliency and its absolute values), T + 2 B (bases as read and in blocks) and T + B + a
+    tile of distances. Padding is not counted.
+
+    Args:
+        target: bytes of its float32 tensors.
+        bases: the same of all its bases.
+
+    Source: Guan et al. 2025, section 6: a base and one block, since blocks are replaced one by one.
+    """
+    pairs = math.prod(min(TILE, -(-size // (4 * block_size))) for size in (target, bases))
+    most = max(3 * target, target + 2 * bases, target + bases + 48 * pairs)
+    return {"memory_bytes": most, "memory_bytes_published": bases + 4 * block_size}
 
 
 def _share_releases(variants: Sequence[Described]) -> bool:

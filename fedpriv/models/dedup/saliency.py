@@ -268,7 +268,7 @@ def by_block(saliency: Saliency, layout: BlockLayout, aggregation: str = "l2") -
     for name, positions in layout.blocked.items():
         if name not in saliency or saliency[name].shape != shapes[name]:
             raise InputError(f"tensor {name!r}: has no saliency of shape {list(shapes[name])}")
-        values = np.abs(saliency[name].ravel().astype(np.float64))
+        values = np.abs(saliency[name].ravel())
         own = np.split(values, range(layout.block_size, len(values), layout.block_size))
-        result[positions.start : positions.stop] = [aggregate(block) for block in own]
+        result[positions.start : positions.stop] = [aggregate(block.astype(np.float64)) for block in own]
     return result

@@ -128,8 +128,8 @@ class Work:
     def watch(self) -> ProgressWatch:
         """The watch of the variants that are not stored yet."""
         own = self.variants.keys() - self.others.keys()
-        left = len(own - self.stored.keys())
-        return ProgressWatch(observer=self.observer, num_variants=len(own), num_left=left)
+        progress = Progress(num_variants=len(own), num_stored=len(own & self.stored.keys()))
+        return ProgressWatch(observer=self.observer, progress=progress)
 
     def validation(self, name: str, limits: VariantLimits, attempt: tuple[ValidationCharge, ...]) -> Validation:
         """The validation of a target; charges for all of its attempt.
@@ -293,12 +293,12 @@ class Progress:
         seconds_left: an estimate; None as long as there is nothing to estimate from.
     """
 
-    name: str
+    name: str = ""
     num_stored: int
     num_variants: int
-    num_validations: int
-    seconds_left: float | None
-    stored: bool
+    num_validations: int = 0
+    seconds_left: float | None = None
+    stored: bool = False
 
 
 Observer = Callable[[Progress], None]
@@ -309,40 +309,27 @@ class ProgressWatch:
     """Tells an observer of every validation and stored variant; the time left is what those so far took in the mean."""
 
     observer: Observer | None
-    num_variants: int
-    num_left: int
+    progress: Progress
     _num_stored: int = 0
-    _num_validations: int = 0
-    _name: str = ""
     _began: float = field(default_factory=time.monotonic)
 
     def begin(self, name: str) -> None:
         """Note that a variant is under way."""
-        self._name = name
-        self._tell(stored=False)
+        self._tell(name=name)
 
     def validated(self) -> None:
         """Note that the variant was validated once."""
-        self._num_validations += 1
-        self._tell(stored=False)
+        self._tell(num_validations=self.progress.num_validations + 1)
 
     def store(self) -> None:
         """Note that the variant was stored."""
         self._num_stored += 1
-        self.num_left -= 1
-        self._tell(stored=True)
+        self._tell(num_stored=self.progress.num_stored + 1, stored=True)
 
-    def _tell(self, *, stored: bool) -> None:
-        if self.observer is None:
-            return
-        each = (time.monotonic() - self._began) / self._num_stored if self._num_stored else None
-        self.observer(
-            Progress(
-                name=self._name,
-                num_stored=self.num_variants - self.num_left,
-                num_variants=self.num_variants,
-                num_validations=self._num_validations,
-                seconds_left=None if each is None else each * self.num_left,
-                stored=stored,
-            )
-        )
+    def _tell(self, *, stored: bool = False, **changes: Any) -> None:
+        self.progress = replace(self.progress, stored=stored, **changes)
+        if num := self._num_stored:
+            seconds = (time.monotonic() - self._began) / num * (self.progress.num_variants - self.progress.num_stored)
+            self.progress = replace(self.progress, seconds_left=seconds)
+        if self.observer:
+            self.observer(self.progress)

@@ -41,6 +41,7 @@ _FLOAT32 = "The base of this export is in float32"
 _DEDUPLICATED = (
     "It was deduplicated: some of its values may be those of other variants of the run, which stand in for its own."
 )
+_UNPROVEN = "How much worse it became is **{}**: the search kept its bound, of which nothing follows for other records."
 
 GgufForm = Literal["gguf", "gguf-adapter", "gguf-model"]
 """The content of a folder for llama.cpp and Ollama: a LoRA and a whole model, or one of them."""
@@ -236,6 +237,7 @@ def _body(saved: SavedVariant, run: RunFolder, form: Form) -> list[str]:
         f"{kind} {base}. {whose}, with fedpriv.",
         "",
         *([_DEDUPLICATED, ""] if len(saved.sources) > 1 else []),
+        *([_UNPROVEN.format(marked), ""] if (marked := saved.kept.unproven(saved.name)) else []),
         *_section("Use", lines_of_use(saved, form)),
         *_section("Privacy", _privacy(saved, summary, reason)),
         *_section("Data", [_data(saved, summary)]),

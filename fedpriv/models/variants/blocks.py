@@ -392,6 +392,11 @@ def utilities(outcome: Mapping[str, Any]) -> tuple[float, float] | None:
     return None if before is None or after is None else (before, after)
 
 
+def unproven(acceptance: str | None) -> str:
+    """The loss, for people, of what was accepted without a proof, see `dedup.work.Outcome`; empty for a proof."""
+    return "" if acceptance in (None, "proof") else f"unproven ({acceptance})"
+
+
 def is_accuracy(outcome: Mapping[str, Any]) -> bool:
     """Whether its utility is accuracy; else it is minus the mean logarithm of the perplexity of responses."""
     return bool(outcome.get("utility", "accuracy") == "accuracy")

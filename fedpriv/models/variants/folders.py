@@ -324,3 +324,7 @@ class VariantFolders:
     def is_chosen_privately(self, name: str) -> bool:
         """See `Store`."""
         return False
+
+    def unproven(self, name: str) -> str:
+        """See `Store`."""
+        return ""

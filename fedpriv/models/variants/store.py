@@ -48,6 +48,7 @@ from fedpriv.models.variants.blocks import (
     numbers_by_digest,
     rows_of,
     tensors_in,
+    unproven,
     utilities,
 )
 from fedpriv.models.variants.folders import Described
@@ -184,6 +185,10 @@ class Store:
         """Whether private records decided which values of its sources a model holds, which no upload tells of."""
         known = [self.manifest(each) for each in self.sources(name) if each in self._index.models]
         return any(each.bases and utilities(each.outcome) is None for each in known)
+
+    def unproven(self, name: str) -> str:
+        """The way in which values of others were accepted for a model without a proof; empty for a proof, or none."""
+        return unproven(self.manifest(name).outcome.get("acceptance"))
 
     def tensors(self, name: str) -> Tensors:
         """The model's tensors: bit for bit as they were added, or as its basis restores them."""

@@ -23,6 +23,7 @@ from fedpriv.models.variants.blocks import (
     is_accuracy,
     perplexity,
     perplexity_after,
+    unproven,
     utilities,
 )
 from fedpriv.models.variants.folders import VariantFolders
@@ -35,10 +36,6 @@ _MOST_NAMES = 4
 
 UNKNOWN = "unknown"
 """The epsilon, for people, of what nobody knows the origin of"""
-
-
-UNPROVEN = "unproven"
-"""The loss, for people, of what was accepted without a proof"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +109,8 @@ class StoredVariants:
                 _others(outcome["bases"]),
                 "its own values" if self.lossless else f"{outcome['num_replaced']} of {outcome['num_blocks']}",
                 *_utilities(outcome),
-                UNPROVEN
-                if outcome.get("acceptance", "proof") != "proof"
-                else MISSING
-                if outcome.get("loss_limit") is None
-                else format_bound(max(0.0, outcome["loss_limit"])),
+                unproven(outcome.get("acceptance"))
+                or (MISSING if (limit := outcome.get("loss_limit")) is None else format_bound(max(0.0, limit))),
                 *(
                     format_bound(epsilon) if outcome["origin_known"] else UNKNOWN
                     for epsilon in (

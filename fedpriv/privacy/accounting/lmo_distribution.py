@@ -119,7 +119,8 @@ class Columns:
             near = np.log1p(
                 np.clip(sum(w * np.expm1(part) for w, part in zip(weights, logs, strict=True)), -0.9, 1e300)
             )
-            far = special.logsumexp(np.stack(np.broadcast_arrays(*logs)), axis=0, b=_aligned(weights, near.ndim))
+            aligned = weights.reshape(weights.shape + (1,) * (near.ndim + 1 - weights.ndim))
+            far = special.logsumexp(np.stack(np.broadcast_arrays(*logs)), axis=0, b=aligned)
         return np.asarray(np.where(np.abs(near) < 0.5, near, far))
 
     def tilted_moments(self, t: npt.ArrayLike) -> tuple[Array, Array]:
@@ -245,10 +246,6 @@ def _tilted_uniform(t: Array, low: Array, high: Array) -> tuple[Array, Array]:
     near = np.abs(x) < 0.01
     series = (low + high) / 2 + half * (small / 3 - small**3 / 45)
     return np.where(near, series, mean), np.where(near, half**2 * (1 / 3 - small**2 / 15), variance)
-
-
-def _aligned(weights: Array, ndim: int) -> Array:
-    return weights.reshape(weights.shape + (1,) * (ndim + 1 - weights.ndim))
 
 
 def _log_size(candidates: Columns, log_tail: npt.ArrayLike) -> Array:

@@ -220,8 +220,9 @@ def largest_loss(candidates: Columns, *, dimension: float, sensitivity: float) -
     """
     _check_sensitivity(sensitivity, "> 0")
     shift = -sensitivity / math.sqrt(dimension)
-    falling = candidates.log_mgf(shift) + np.log(candidates.tilted_moments(shift)[0])
-    of_one = np.log(candidates.tilted_moments(0.0)[0]) - falling
+    # The logarithm of the ratio, as the difference of two loses digits where E[u] is far from 1.
+    ratio = candidates.tilted_moments(0.0)[0] / candidates.tilted_moments(shift)[0]
+    of_one = np.log(ratio) - candidates.log_mgf(shift)
     return np.asarray(dimension * (np.maximum(of_one, 0.0) + _LOG_ROUNDING) * (1 + _ROUNDING))
 
 

@@ -59,6 +59,7 @@ REFUSED = {
         (["3"], 0, ()),
         ([7], 0, ()),
         ([None], 0, ()),
+        *(([{"text": AB, "label": label}], 0, ()) for label in (5, "AB")),
     ],
     "holds a list, not a text": [([[["a"], "b"]], 1, ())],
 }

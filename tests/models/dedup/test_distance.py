@@ -41,7 +41,7 @@ def test_nearest_is_brute_force(metric, dtype, num_targets, num_bases, block_siz
 def test_small_tiles_change_nothing(metric, monkeypatch):
     targets, bases = random_blocks(0, 37, 2500), random_blocks(1, 53, 2500)
     large = nearest(targets, bases, metric)
-    monkeypatch.setattr(distance, "_TILE", 5)
+    monkeypatch.setattr(distance, "TILE", 5)
     small = nearest(targets, bases, metric)
     np.testing.assert_array_equal(small[0], large[0])
     np.testing.assert_array_equal(small[1], large[1])
@@ -75,7 +75,7 @@ def test_differences_far_below_the_rounding_of_float32_products_are_told_apart(m
 @every_metric
 @pytest.mark.parametrize("tile", [2, 1024])
 def test_ties_go_to_the_smallest_index_across_tiles(metric, tile, monkeypatch):
-    monkeypatch.setattr(distance, "_TILE", tile)
+    monkeypatch.setattr(distance, "TILE", tile)
     bases = np.tile(random_blocks(4, 3, 8), (30, 1))
     indices, distances = nearest(bases, bases, metric)
     assert indices.tolist() == [0, 1, 2] * 30
@@ -111,7 +111,7 @@ def test_memory_maps_are_read(metric, tmp_path):
 @pytest.mark.slow
 @every_metric
 def test_working_memory_is_that_of_a_tile(metric, monkeypatch):
-    monkeypatch.setattr(distance, "_TILE", 100)
+    monkeypatch.setattr(distance, "TILE", 100)
     targets, bases = random_blocks(0, 700, 3000), random_blocks(1, 900, 3000)
     nearest(targets[:2], bases[:2], metric)
     tracemalloc.start()

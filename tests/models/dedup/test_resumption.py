@@ -267,7 +267,7 @@ def test_the_observer_sees_every_validation_and_every_variant(tmp_path):
 def test_the_time_left_is_what_the_variants_so_far_took_in_the_mean(monkeypatch):
     now, seen = iter([6.0, 6.0, 9.0]), []
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    watch = ProgressWatch(observer=seen.append, num_variants=5, num_left=3, _began=0.0)
+    watch = ProgressWatch(observer=seen.append, progress=Progress(num_variants=5, num_stored=2), _began=0.0)
     for name in ("a", "b"):
         watch.begin(name)
         watch.store()

@@ -78,6 +78,14 @@ def test_what_was_replaced_is_what_answers_and_no_figure_of_the_run_is_said_of_i
     assert "only a store has it" in fedpriv("card", run, "--write", code=2)[1]
 
 
+def test_a_card_marks_what_was_accepted_without_a_proof(run):
+    told = {"outcome": {**ANSWER["outcome"], "acceptance": "empirical"}}
+    store_variants(run, ("client-0", "global"), {"global": ["client-0"]}, told)
+    assert "unproven" not in as_json("card", run)["card"], "its own folder holds its own values"
+    shutil.rmtree(run / "variants" / "global")
+    assert "**unproven (empirical)**" in as_json("card", run)["card"]
+
+
 def test_it_is_exported_whole(run, tmp_path):
     store = store_variants(run, ("client-0",), {})
     expected = as_json("export", run, tmp_path / "own", "--variant", "client-0")

@@ -26,7 +26,7 @@ from fedpriv.privacy.accounting.events import (
 )
 from fedpriv.privacy.accounting.lmo_distribution import Columns
 from fedpriv.privacy.accounting.lmo_parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
-from fedpriv.privacy.accounting.lmo_renyi import check_domain, poisson_sampled, published, sound
+from fedpriv.privacy.accounting.lmo_renyi import check_domain, largest_loss, poisson_sampled, published, sound
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.accounts import Accounts
 from tests.privacy.accounting.lmo_oracle import (
@@ -491,6 +491,13 @@ def test_the_largest_loss_is_the_largest_ratio_of_densities(seed):
     assert (np.diff(several) > 0).all(), "a record that moves every coordinate is the worst"
     sampled = replace(of, sampling_probability=0.01, count=3).max_loss
     assert sampled == pytest.approx(3 * math.log1p(0.01 * math.expm1(of.max_loss)))
+
+
+# Laplace noise of scale 1 / u, of which the loss is u for each unit of the shift: sqrt(d) C u over d coordinates.
+@pytest.mark.parametrize(("u", "shift"), [(6.424e-8, 2.6e-8), (1.4e-8, 1.2e-6), (9.7e-9, 1.1e-7), (3e8, 1e-23)])
+def test_the_largest_loss_is_not_lost_in_the_rounding_of_a_scale_far_from_1(u, shift):
+    found = largest_loss(Columns.of(uniform(u, u)), dimension=1.0, sensitivity=shift)
+    assert u * shift <= found <= u * shift * (1 + 1e-6) + 5e-15
 
 
 # By drawing: a 0.3-DP Laplace noise, and u uniform on [0.1, 0.5], of which the events that differ most are near 0.

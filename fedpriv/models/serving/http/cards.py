@@ -22,7 +22,7 @@ from fedpriv.models.serving.http.refusals import unknown_model
 from fedpriv.models.serving.http.tokens import Token
 from fedpriv.models.serving.requests import BASE
 from fedpriv.models.variants import Manifest, folders, is_store
-from fedpriv.models.variants.blocks import accuracy_after, perplexity_after, utilities
+from fedpriv.models.variants.blocks import accuracy_after, perplexity_after, unproven, utilities
 from fedpriv.models.variants.composition import (
     Guarantee,
     History,
@@ -63,6 +63,7 @@ class _Stored:
     Attributes:
         stated: what it cost, with whatever was spent on validation; None if the store does not say.
         accuracy, perplexity: on the validation records; None of what is not measured, or if the records are private.
+        unproven: how its loss was accepted without a proof, in words; empty for a proof.
         is_private: validation was itself a release, which no upload tells of.
         is_unknown: nothing says what it was computed from.
     """
@@ -71,6 +72,7 @@ class _Stored:
     stated: Guarantee | None
     accuracy: float | None
     perplexity: float | None
+    unproven: str
     is_private: bool
     is_unknown: bool
 
@@ -101,6 +103,7 @@ class Cards:
             **self.together([name]),
             "accuracy": accuracy,
             "perplexity": _written(stored.perplexity) if stored else None,
+            "unproven": stored.unproven if stored else "",
             "ancestors": {**ancestors, "bases": consulted[1:]},
             "run": {key: _written(value) for key, value in self._run.items()},
         }
@@ -225,6 +228,7 @@ def _stored(manifest: Manifest) -> _Stored:
         stated=stated,
         accuracy=accuracy_after(outcome),
         perplexity=perplexity_after(outcome),
+        unproven=unproven(outcome.get("acceptance")),
         is_private=bool(manifest.bases and outcome) and utilities(outcome) is None,
         is_unknown=outcome.get("origin_known") is False,
     )

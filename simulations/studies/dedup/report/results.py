@@ -11,6 +11,7 @@ from typing import Any
 
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
+from simulations.studies.dedup.cells import BY_RULE
 from simulations.studies.dedup.report.paper import EIGHT, Found
 from simulations.studies.dedup.scenarios import FIFTY, SCENARIOS, Scenario
 from simulations.studies.harness import Line, lines
@@ -174,6 +175,13 @@ def found(cells: Sequence[Line]) -> Found | None:
     if not cells:
         return None
     return 100 * mean(run["block_ratio"] for run in cells), mean(run["num_validations"] for run in cells)
+
+
+def by_both(results: DedupResults, scenario: str, place: str, row: object, theirs: float | None = None) -> str:
+    """C.R. % by a proof / by the paper's rule (the paper's); empty where neither has run."""
+    known = [found(results.cells(scenario, each, row)) for each in (place, place + BY_RULE)]
+    shown = " / ".join(f"{each[0]:.1f}" if each else "not run" for each in known)
+    return shown + (f" ({theirs:.1f})" if theirs is not None else "") if any(known) else ""
 
 
 def own_ratio(outcome: Line) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import mean
 
 from scipy.stats import binomtest
@@ -16,9 +16,9 @@ from simulations.studies.dedup.report.results import (
     accuracies,
     beyond,
     bounds,
+    by_both,
     by_target,
     count,
-    found,
     lost_on_test,
     section,
     span,
@@ -83,7 +83,11 @@ def by_scenario(results: DedupResults) -> str:
         for each in tables
     ]
     proven, by_rule = (lost_on_test([run for cells in both[first::2] for run in cells])[1] for first in (0, 1))
-    rows = [(f"`{name}`", *(_three(results, scenario, name) for scenario in paper.EIGHT)) for name in names]
+    papers = {(name, each): (paper.of_search(name, each) or (None,))[0] for name in names for each in paper.EIGHT}
+    rows = [
+        (f"`{name}`", *(by_both(results, each, TABLE, name, papers[name, each]) for each in paper.EIGHT))
+        for name in names
+    ]
     return section(
         "Table 2, scenario by scenario",
         "C.R. % by a proof / by the paper's rule, which proves nothing (the paper's).",
@@ -91,13 +95,6 @@ def by_scenario(results: DedupResults) -> str:
         f"Where both were run, {by_rule} targets lose more than they may on the test records by the paper's rule, and "
         f"{proven} by a proof.",
     )
-
-
-def _three(results: DedupResults, scenario: str, name: str) -> str:
-    ours = [found(results.cells(scenario, each, name)) for each in (TABLE, TABLE + BY_RULE)]
-    theirs = paper.of_search(name, scenario)
-    shown = " / ".join(f"{each[0]:.1f}" if each else "not run" for each in ours)
-    return shown + (f" ({theirs[0]:.1f})" if theirs else "")
 
 
 def _judged(results: DedupResults, here: Sequence[str], name: str) -> tuple[str, str]:
@@ -193,37 +190,40 @@ def by_bases(results: DedupResults) -> str:
         section(
             "Base selection, `dred` (Figures 6 and 9)",
             "C.R. and rise of the epsilons over those of `single`; the rise where that of `single` is not zero.",
-            "\n".join(filter(None, (_relaxed(results), _own(results)))),
+            "\n".join(_compared(results)),
         )
         if results.having(BASES)
         else ""
     )
 
 
-def _relaxed(results: DedupResults) -> str:
-    said = [sentence for name in _PAPER if (sentence := _said(results, RELAXED, name, *_PAPER[name]))]
-    told = "Epsilon bounds relaxed to the sum of the first three epsilons (Figure 6)"
-    return f"- {told}: {'; '.join(said)}." if said else ""
-
-
-def _own(results: DedupResults) -> str:
-    said = [sentence for name in _PAPER if (sentence := _said(results, OWN, name))]
-    return f"- C1 to C4 with their own bounds (Figure 9): {'; '.join(said)}." if said else ""
+def _compared(results: DedupResults) -> Iterator[str]:
+    relaxed = "Epsilon bounds relaxed to the sum of the first three epsilons (Figure 6)"
+    unprinted: dict[str, tuple[str, str]] = {}
+    by_rule = f"The same by the paper's rule, {', '.join(results.having(BASES + BY_RULE, RELAXED))} alone"
+    for told, scenarios, place, papers in (
+        (relaxed, RELAXED, BASES, _PAPER),
+        (by_rule, RELAXED, BASES + BY_RULE, unprinted),
+        ("C1 to C4 with their own bounds (Figure 9)", OWN, BASES, unprinted),
+    ):
+        said = [_said(results, scenarios, place, name, *papers.get(name, ("", ""))) for name in _PAPER]
+        if any(said):
+            yield f"- {told}: {'; '.join(filter(None, said))}."
 
 
 def _said(
-    results: DedupResults, scenarios: Sequence[str], strategy: str, papers_ratio: str = "", papers_rise: str = ""
+    results: DedupResults, scenarios: Sequence[str], place: str, strategy: str, ratio: str = "", rises_by: str = ""
 ) -> str:
     """C.R. and rise over those of `single`, as ranges over the scenarios, and the paper's; empty without cells."""
     pairs = [
         (run, single)
         for scenario in scenarios
-        for run in results.cells(scenario, BASES, strategy)
-        for single in results.cells(scenario, BASES, "single")
+        for run in results.cells(scenario, place, strategy)
+        for single in results.cells(scenario, place, "single")
     ]
     if not pairs:
         return ""
     ratios = span((run["block_ratio"] / single["block_ratio"] for run, single in pairs), 1)
     rises = span((rise(run) / rise(single) for run, single in pairs if rise(single) > 0), 1)
-    papers = (f" (the paper's: {papers_ratio})", f" ({papers_rise})") if papers_ratio else ("", "")
+    papers = (f" (the paper's: {ratio})", f" ({rises_by})") if ratio else ("", "")
     return f"`{strategy}`: C.R. {ratios}{papers[0]}, rise {rises or 'not comparable'}{papers[1]}"
