@@ -74,10 +74,10 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
 CHECKED: Mapping[str, str] = {
     "aggregation": "fbbca723",
     "audit": "fbbca723",
-    "dedup": "fbbca723",
+    "dedup": "c8ab8b79",
     "integral": "fbbca723",
     "language_models": "fbbca723",
-    "lmo": "fbbca723",
+    "lmo": "c8ab8b79",
     "persons": "fbbca723",
     "secure_aggregation": "fbbca723",
     "utility": "fbbca723",
