@@ -104,6 +104,17 @@ def test_the_head_alone_leaves_the_rest_as_it_was(recipe, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["adapters_moved"]
 
 
+@pytest.mark.parametrize("rule", ["fedavg", "bitfit"])
+def test_the_head_is_found_among_weights_and_biases_that_are_trained_beside_it(recipe, tmp_path, rule):
+    of_the_run = {"recipe": "fedpriv", "aggregation": rule, "rounds": 3, "lora_rounds": 1, "out": str(tmp_path / "run")}
+    config = parse(recipe | of_the_run)
+    initial = workbench(config).initial
+    rate = derived_learning_rate(calibrated(config, SIZES, initial), SIZES, initial)
+    assert rate.largest_learning_rate == 150, "of a head of three classes"
+    federation.run(config, LogObserver())
+    assert [int(row["round"]) for row in rows(tmp_path / "run") if row["client"] == "0"] == [1, 2, 3]
+
+
 def test_the_model_is_tested_every_so_many_rounds_and_at_the_end(recipe, tmp_path):
     tested = {"rounds": 5, "evaluate_every": 3, "train": "auto", "out": str(tmp_path / "run")}
     federation.run(parse(recipe | tested), LogObserver())

@@ -31,7 +31,7 @@ def head_of(adapter: Mapping[str, Tensor]) -> tuple[str, str | None]:
     Raises:
         ValueError: the head is not a single linear layer.
     """
-    names = [name for name in adapter if ".lora_A." not in name and ".lora_B." not in name]
+    names = [name for name in adapter if ".lora_" not in name and ".ln_tuning_layers." not in name]
     weights = [name for name in names if adapter[name].dim() == 2]
     biases = [name for name in names if adapter[name].dim() == 1]
     if len(weights) != 1 or len(biases) > 1 or len(names) != len(weights) + len(biases):
