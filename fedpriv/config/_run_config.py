@@ -526,6 +526,8 @@ class RunConfig(
                 fits = fits or (key == "task" and self.factors == "answers" and part == "learning_rate = auto")
                 if is_used and not fits:
                     raise ValueError(f"{part}: needs {key} = {known[key]}, not {value}, {remedy}")
+            if is_used and self.rule.ternary:
+                raise ValueError(f"{part}: {self.aggregation} is ternary and a head's steps are not, {remedy}")
         if self.head_start and not self.normalize_features:
             raise ValueError(f"head_start = true: needs normalize_features = true, {remedy}")
         if self.head_start and self.rounds < 2:

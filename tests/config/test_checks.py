@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"client_ranks": [2, 4]}, r"client_ranks = \[2, 4\]: .*need flora"),
         ({"client_ranks": [2, 4], "aggregation": "fedex-lora"}, "aggregation = fedex-lora averages"),
         ({"upload_codec": "int8", "aggregation": "t-fedavg"}, "t-fedavg sends ternary codes"),
+        ({"recipe": "fedpriv", "aggregation": "t-fedavg"}, "head_start = true: t-fedavg is ternary"),
+        ({"train": "head", "aggregation": "t-fedavg"}, "train = head: t-fedavg is ternary"),
     ],
 )
 def test_keys_that_do_not_fit_together_are_refused(values, message):
