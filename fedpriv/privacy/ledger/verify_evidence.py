@@ -255,7 +255,7 @@ def found_at(cost: float, order: int, deltas: Any, ratio: Any, x: Any) -> Any:
         return stats.norm.cdf(stats.norm.ppf(x) + math.sqrt(cost))
     low, high = x, np.ones_like(x)
     for _ in range(52):
-        y = (low + high) / 2
+        y = np.sqrt(low) * np.sqrt(high)  # a share may be smaller than any difference of floats near 1
         coins = np.log([x, 1 - x]), np.log([y, 1 - y])
         fits = [np.logaddexp.reduce(order * p + (1 - order) * q) <= (order - 1) * cost for p, q in (coins, coins[::-1])]
         low, high = np.where(np.all(fits, axis=0), (y, high), (low, y))
