@@ -144,7 +144,7 @@ class DataSection(ConfigSection, title="Data", facts=Fact.RELOADS):
     """`natural`: by `client_column`. `dirichlet`: by label. `sizes`: by `client_sizes`. `auto`: `natural` with a client
     column or the embedded corpus (five hospitals), else `iid`"""
     num_clients: Annotated[Count, Fact.RECORDS] = 5
-    """for `iid`, `dirichlet`; with `data = on-nodes`, the nodes that the run waits for"""
+    """for `iid`, `dirichlet`; another partition refuses other numbers than its own; on-nodes: the nodes to wait for"""
     client_sizes: Annotated[Sizes, Fact.RECORDS | Fact.TEXTS] = ()
     """for `sizes`: each client's records (or persons), such as `[1200, 1000, 800]`"""
     dirichlet_alpha: Annotated[Positive, Fact.RECORDS | Fact.TEXTS] = 0.5

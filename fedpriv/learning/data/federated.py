@@ -92,6 +92,11 @@ def load(config: RunConfig) -> FederatedData:
         data, clients=tuple(_at_most(records, client, config) for client, records in enumerate(data.clients))
     )
     sizes = {name: each.num_units for name, each in zip(data.client_names, data.clients, strict=True)}
+    if config.client_sizes and config.partition != "sizes":
+        raise InputError(f"client_sizes = {list(config.client_sizes)}: needs partition = sizes, not {config.partition}")
+    if config.num_clients not in (RunConfig.num_clients, len(sizes)):
+        why = f"partition = {config.partition} makes {len(sizes)} clients of these data"
+        raise InputError(f"num_clients = {config.num_clients}: {why}; leave it out, or use partition = iid")
     check_sizes(config, sizes)
     return data
 

@@ -129,6 +129,23 @@ def test_sizes_are_exact(file):
         federation(file, partition="sizes", client_sizes=[30, 30])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_clients": 4, "client_column": "site"}, "num_clients = 4: partition = auto makes 3 clients"),
+        (
+            {"num_clients": 4, "partition": "sizes", "client_sizes": [30, 10]},
+            "num_clients = 4: partition = sizes makes 2",
+        ),
+        ({"num_clients": 4, "data": EMBEDDED}, "num_clients = 4: partition = auto makes 5 clients"),
+        ({"client_sizes": [30, 10]}, "client_sizes = .30, 10.: needs partition = sizes, not auto"),
+    ],
+)
+def test_a_number_of_clients_that_the_partition_does_not_make_is_refused(file, settings, message):
+    with pytest.raises(InputError, match=message):
+        federation(file, **settings)
+
+
 def client_of_each(config: RunConfig) -> dict[str, int]:
     return {text: client for client, records in enumerate(load(config).clients) for text in records.texts}
 
@@ -151,10 +168,10 @@ BASES = {
     ),
     "private": ({}, {"public_data", "simulate", "num_clients", "client_column", "partition", "labels", "data"}),
     "by label": ({"partition": "dirichlet", "dirichlet_alpha": 5.0}, {"label_column", "dirichlet_alpha"}),
-    "by size": ({"partition": "sizes", "client_sizes": [20, 30]}, {"client_sizes"}),
+    "by size": ({"partition": "sizes", "client_sizes": [20, 30], "num_clients": 2}, {"client_sizes"}),
     "answers": ({"prompt_column": "text", "response_column": "label", "answers": ["a", "b", "c"]}, {"answers"}),
     "natural": ({"client_column": "site", "simulate": True}, {"client_column"}),
-    "embedded": ({"data": EMBEDDED, "partition": "iid"}, {"partition", "num_clients", "seed"}),
+    "embedded": ({"data": EMBEDDED, "partition": "iid", "num_clients": 5}, {"partition", "num_clients", "seed"}),
 }
 
 
