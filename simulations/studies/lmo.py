@@ -20,11 +20,12 @@ from fedpriv.methods.lmo import Budget
 from fedpriv.methods.lmo.comparison import compare, reductions, sizes
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
 from fedpriv.runs import environment
+from simulations.studies.corpora import keys, missing_file
 from simulations.studies.federations import run_sweep
 from simulations.studies.harness import Line, append, fill, is_asked, lines, parser, software, table
 
 SWEEP, PUBLISHED, COMPARED = "lmo", "lmo-published", "compare"
-FILES = {"data": "sst2_train.csv.gz", "test_data": "sst2_dev.csv.gz"}
+CORPUS = "SST-2 5,000"
 DIMENSION = 76_808
 EPSILONS = (0.3, 1.0, 3.0)
 NOISES = ("Gaussian", "Laplace, u = 1", "LMO, u uniform on [0.1, 0.5]")
@@ -39,15 +40,15 @@ PAPER = {
 def run(runs: Path, out: Path, data: Path, only: Sequence[str] = ()) -> None:
     """Compare the noises, and run the sweeps, where there are no lines yet."""
     if is_asked(COMPARED, only) and COMPARED not in {line["key"] for line in lines(runs)}:
-        budget = Budget(epsilon=1.0, delta=1e-10)
-        records = compare(budget, dimensions=(1, DIMENSION), ablations=True)
+        records = compare(Budget(epsilon=1.0, delta=1e-10), dimensions=(1, DIMENSION), ablations=True)
         told = {"records": records, "reductions": reductions(records)}
         append(runs, {"key": COMPARED, **told, "software": software(environment())})
     run_sweep(SWEEP, runs, out, only=only)
-    if absent := [file for file in FILES.values() if not (data / file).is_file()]:
-        print(f"{PUBLISHED}: skipped: data = {data}: holds no {absent[0]}", flush=True)
+    if absent := missing_file(CORPUS, data):
+        print(f"{PUBLISHED}: skipped: data = {data}: holds no {absent}", flush=True)
     else:
-        run_sweep(PUBLISHED, runs, out, {key: str(data / file) for key, file in FILES.items()}, only=only)
+        found = keys(CORPUS, 0, data=data, folder=out, validation=False, pooled=True)
+        run_sweep(PUBLISHED, runs, out, found, only=only)
 
 
 def write(page: Path, runs: Path) -> None:
@@ -110,10 +111,9 @@ def _published(found: Sequence[Line]) -> Iterator[Sequence[str]]:
         own[published or cell["target_epsilon"], "lmo" if published else cell["aggregation"]] = line
     for epsilon, theirs in PAPER.items():
         ours = [own.get((epsilon, kind)) for kind in ("dp-lora", "bitfit", "lmo")]
-        lmo = ours[-1]
         pairs = zip(theirs, (f"{line['accuracy']:.3f}" if line else "not run" for line in ours), strict=True)
         shown = [text for accuracy, our in pairs for text in (f"{accuracy / 100:.3f}", our)]
-        yield f"{epsilon:g}", *shown, f"{lmo['epsilon_sound_max']:.3g}" if lmo else ""
+        yield f"{epsilon:g}", *shown, f"{ours[-1]['epsilon_sound_max']:.3g}" if ours[-1] else ""
 
 
 def _stddev(line: Line) -> float:

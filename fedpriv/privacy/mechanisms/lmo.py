@@ -86,7 +86,7 @@ class _Lmo:
         events = self.planned_events(request)
         parameters = _multiplied(_read(request.parameters)[0], request.noise_multiplier)
         noised = torch.empty_like(sums)
-        scale = request.clip_norm * float(Columns.of(parameters).quantile(0.75))  # the median size of the noise
+        scale = request.clip_norm * _median_size(parameters)
         largest = torch.finfo(torch.float32).max  # uploads are float32
         for total, result, source in zip(sums, noised, sources, strict=True):
             noise = torch.from_numpy(_lmo_noise(parameters, total.numel(), source))
@@ -121,13 +121,14 @@ def _multiplied(noise: LmoParameters, noise_multiplier: float) -> LmoParameters:
         raise InputError(f"noise_multiplier = {noise_multiplier:g}: takes the noise out of range ({error})") from None
 
 
-def _lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
-    """`num` independent values of LMO noise, float64 [num], in units of the clip norm.
+@lru_cache(maxsize=64)
+def _median_size(noise: LmoParameters) -> float:
+    """The median size of the noise, in units of the clip norm."""
+    return float(Columns.of(noise).quantile(0.75))
 
-    Args:
-        num: number of values, >= 0.
-        source: source of the randomness.
-    """
+
+def _lmo_noise(parameters: LmoParameters, num: int, source: RandomSource) -> Array:
+    """`num` >= 0 independent values of LMO noise, float64 [num], in units of the clip norm."""
     u = np.maximum(_inverse_scales(parameters, num, source), _SMALLEST_U)
     return np.asarray(laplace_from_words(source.words(num)) / u)
 
@@ -155,7 +156,7 @@ def _draw(part: Part, num: int, source: RandomSource) -> Array:
         return part.scale * _gamma(part.shape, num, source)
     uniform = uniform_from_words(source.words(num))
     if isinstance(part, ExponentialPart):
-        return np.asarray(-np.log(uniform) / part.rate)
+        return np.asarray(np.log(uniform) / -part.rate)
     return part.low + (part.high - part.low) * uniform
 
 
@@ -168,14 +169,11 @@ def _gamma(shape: float, num: int, source: RandomSource) -> Array:
         uniform = uniform_from_words(source.words(num))
         return np.asarray(_gamma(shape + 1, num, source) * uniform ** (1 / shape))
     d = shape - 1 / 3
-    values = np.empty(num)
-    pending = np.arange(num)
-    while pending.size:  # an attempt succeeds with probability 0.95 or more
-        normal = source.normal(pending.size).numpy()
-        uniform = uniform_from_words(source.words(pending.size))
-        cube = (1 + normal / math.sqrt(9 * d)) ** 3
-        positive = np.maximum(cube, 1e-300)
-        accepted = (cube > 0) & (np.log(uniform) < normal**2 / 2 + d - d * cube + d * np.log(positive))
-        values[pending[accepted]] = d * cube[accepted]
-        pending = pending[~accepted]
-    return values
+    normal, uniform = source.normal(num).numpy(), uniform_from_words(source.words(num))
+    root, square = 1 + normal / math.sqrt(9 * d), normal * normal
+    values = d * root * root * root
+    left = np.flatnonzero(uniform >= 1 - 0.0331 * square * square)  # all others meet the condition, whose logs are slow
+    bounds = square[left] / 2 + d - values[left] + 3 * d * np.log(np.maximum(root[left], 1e-300))
+    if (rejected := left[np.log(uniform[left]) >= bounds]).size:  # 0.05 of the values or fewer
+        values[rejected] = _gamma(shape, rejected.size, source)
+    return np.asarray(values)

@@ -74,7 +74,9 @@ def uniform_from_words(words: Words) -> npt.NDArray[np.float64]:
     Args:
         words: uniform 64-bit words.
     """
-    return np.asarray((words.astype(np.float64) + 0.5) * 2.0**-64)
+    # By halves, lower ones first, which are exact: the cast of a whole word branches on its top bit, a coin.
+    halves = words.astype("<u8", copy=False).view("<u4")
+    return np.asarray((halves[1::2] * 2.0**32 + halves[::2] + 0.5) * 2.0**-64)
 
 
 def laplace_from_words(words: Words) -> npt.NDArray[np.float64]:
@@ -86,8 +88,8 @@ def laplace_from_words(words: Words) -> npt.NDArray[np.float64]:
     Args:
         words: uniform 64-bit words.
     """
-    sizes = -np.log(uniform_from_words(words << np.uint64(1)))
-    return np.asarray(np.where(words >> np.uint64(63), -sizes, sizes))
+    # As an int64, a word with its top bit set is negative.
+    return np.copysign(np.log(uniform_from_words(words << np.uint64(1))), words.view(np.int64))
 
 
 def _bernoulli_from_words(words: Words, probability: float) -> Tensor:

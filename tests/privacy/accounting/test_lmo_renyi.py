@@ -31,6 +31,7 @@ from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.accounts import Accounts
 from tests.privacy.accounting.lmo_oracle import (
     best_split,
+    composed_losses,
     equation_1,
     exact_divergence,
     gamma,
@@ -456,6 +457,32 @@ def test_gaussian_noise_of_the_effective_multiplier_dominates_every_direction(di
     assert total.get_delta_for_epsilon(of.max_loss) <= 1e-12
     if len(set(direction)) == 1:
         assert total.get_delta_for_epsilon(0.9 * of.max_loss) > 1e-12, "Theorem A.2 is tight"
+
+
+# The same for random parameters, sizes and directions, by quadrature, which gives a lower bound. What it says of every
+# epsilon holds on a Poisson sample too: the divergence there is that without sampling, at another epsilon.
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_gaussian_noise_of_the_effective_multiplier_dominates_noise_of_any_parameters(seed):
+    generator = np.random.default_rng(seed)
+    closest = 0.0
+    for _ in range(10):
+        length = 10 ** generator.uniform(-1.5, 1)
+        parameters = random_parameters(generator, generator.uniform(1.2, 20), length)
+        shifts = generator.exponential(size=generator.integers(1, 9)) ** generator.choice([0.2, 1, 4])
+        shifts *= length / np.linalg.norm(shifts)
+        losses, masses = composed_losses(parameters, shifts)
+        assert masses.sum() == pytest.approx(1, abs=1e-5)
+        of = event(parameters, q=1.0, sensitivity=length, dimension=len(shifts))
+        reached = losses[masses > 1e-12].max()
+        assert reached <= of.max_loss
+        mu, epsilons = 1 / of.effective_noise_multiplier, np.linspace(0, 0.9 * reached, 9)
+        lower = np.array([(masses * -np.expm1(np.minimum(epsilon - losses, 0))).sum() for epsilon in epsilons])
+        dominating = stats.norm.cdf(mu / 2 - epsilons / mu)
+        dominating -= np.exp(epsilons + stats.norm.logcdf(-mu / 2 - epsilons / mu))
+        assert (lower <= dominating).all()
+        closest = max(closest, lower[0] / dominating[0])
+    assert closest > 0.6, "and for some by little"
 
 
 # Of dp-accounting, for a single shift and a known scale: with sampling, and over several steps.

@@ -93,6 +93,17 @@ def test_gamma_values_by_rejection_have_the_distribution_of_their_shape(shape):
     assert stats.kstest(values, "gamma", args=(1.5 * shape,)).pvalue < FALSE_ALARM
 
 
+# Marsaglia and Tsang 2000, Section 4. With 0.025 it would accept too much.
+@pytest.mark.parametrize("shape", [1.0, 1.2, 2.0, 60.0])
+def test_the_squeeze_of_gamma_values_accepts_nothing_that_the_condition_does_not(shape):
+    d, x = shape - 1 / 3, np.linspace(-3, 3, 100_001)
+    root = np.maximum(1 + x / math.sqrt(9 * d), 0)
+    with np.errstate(divide="ignore"):
+        accepted = np.exp(x**2 / 2 + d - d * root**3 + 3 * d * np.log(root))
+    assert (1 - 0.0331 * x**4 <= accepted + 1e-12).all()
+    assert shape > 1 or (1 - 0.025 * x**4 > accepted).any()
+
+
 def test_a_mixture_draws_each_part_as_often_as_its_weight_says():
     separated = parameters(
         gamma={"weight": 0.2, "shape": 1e4, "scale": 1e-2}, uniform={"weight": 0.8, "low": 0.1, "high": 0.2}
