@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -241,12 +242,12 @@ def of_folder(folder: Path) -> tuple[UtilityCell, Line]:
 
 def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[UtilityCell], **which: Any) -> None:
     """Run every cell that has no line yet; arguments as for `run_federations`."""
-    run_federations(runs, out, data, chosen, configuration, measure=_measured, **which)
+    run_federations(runs, out, data, chosen, configuration, measure=partial(_measured, data), **which)
 
 
-def _measured(cell: UtilityCell, config: RunConfig) -> Line:
+def _measured(data: Path, cell: UtilityCell, config: RunConfig) -> Line:
     if cell.method == BASELINES:
-        return _baselines(config)
+        return {**_baselines(config), **corpora.overlap(cell.corpus, data, cell.seed)}
     if cell.method in _PLAIN_RATES:
         how = PlainCell(config=cell.key, rate=_PLAIN_RATES[cell.method], batch=64, epochs=1)
         return plain_measure(config, how)

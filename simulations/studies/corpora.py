@@ -1,20 +1,37 @@
-"""The corpora of the studies: records with a label, those of each client for training and others for testing."""
+"""The corpora of the studies: records with a label, those of each client for training and others for testing.
+
+No test record is nearly one of training: rows are compared as words in lower case. SST-2's rows are phrases, of which
+whole sentences are tested, and no part of these is trained on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
+from scipy.sparse import csr_matrix
 
 from fedpriv.errors import InputError
 from fedpriv.learning.data import hospital
 
 TEST_FRACTION = 0.2
+
+# Two texts are near if they share so much of their runs of three words: intersection over union.
+NEAR = 0.8
+
+# Fewer near test records stay: they can move no accuracy by more.
+_NEGLIGIBLE = 0.01
+
+# Texts that are compared with all others in one product of sparse matrices.
+_AT_ONCE = 250
 
 # Of simulations/configs/medquad.toml: the eight types of question of which each has some hundred answers.
 QUESTION_TYPES = (
@@ -30,14 +47,18 @@ class Corpus:
     """Records and how they are shared.
 
     Attributes:
-        frames: (data folder, seed) -> training and test records.
+        frames: (data folder, seed) -> training and test records, as they are.
         files: that the data folder must hold.
+        are_phrases: whether rows are parts of each other.
+        most: training records, of phrases; None for all that are part of no tested sentence.
         sharing: the configuration's keys that say which client has which records.
         named: whether the recipe's constants were chosen with these data in view; the others are untuned.
     """
 
     frames: Callable[[Path, int], Frames]
     files: tuple[str, ...] = ()
+    are_phrases: bool = False
+    most: int | None = None
     sharing: tuple[tuple[str, Any], ...] = (("partition", "iid"), ("num_clients", 5))
     named: bool = True
 
@@ -64,7 +85,7 @@ def keys(name: str, seed: int, *, data: Path, folder: Path, validation: bool, po
     corpus = CORPORA[name]
     if missing := missing_file(name, data):
         raise InputError(f"data = {data}: holds no {missing}")
-    train, test = corpus.frames(data, seed)
+    train, test = apart(name, data, seed)
     if validation:
         train, test = _split(train, seed)
     paths = []
@@ -75,6 +96,96 @@ def keys(name: str, seed: int, *, data: Path, folder: Path, validation: bool, po
     sharing = {"partition": "iid", "num_clients": 1} if pooled else dict(corpus.sharing)
     labels = sorted({*train["label"], *test["label"]})
     return {"data": str(paths[0]), "test_data": str(paths[1]), "labels": labels, "public_data": True, **sharing}
+
+
+def apart(name: str, data: Path, seed: int) -> Frames:
+    """The records of a corpus, without test records that are nearly one of training, unless they are negligibly few."""
+    corpus = CORPORA[name]
+    if not corpus.are_phrases:
+        train, test = corpus.frames(data, seed)
+        near = nearest(test["text"], train["text"]) >= NEAR
+        return train, test[~near] if near.mean() >= _NEGLIGIBLE else test
+    train, test = _sentences(corpus.frames, data)
+    return train.iloc[np.random.default_rng(seed).permutation(len(train))[: corpus.most]], test
+
+
+@cache
+def _sentences(frames: Callable[[Path, int], Frames], data: Path) -> Frames:
+    """The training phrases that are part of no tested sentence, and the sentences: test phrases within no other row."""
+    train, test = frames(data, 0)
+    rows = [[words(text) for text in part["text"]] for part in (train, test)]
+    inner = parts_of({*rows[0], *rows[1]}, within={*rows[1]}, whole=False)
+    test = test[[text not in inner for text in rows[1]]]
+    test = test[~test["text"].map(words).duplicated()]
+    inner = parts_of(map(words, test["text"]), within={*rows[0]}, whole=True)
+    train = train[[text not in inner for text in rows[0]]]
+    return train, test[nearest(test["text"], train["text"]) < NEAR]
+
+
+def overlap(name: str, data: Path, seed: int) -> dict[str, float]:
+    """The test records of a corpus as they are, the shares of them that training records tell, and how many are left.
+
+    `within` is the share that is a run of words of a training record, `equal` the share that is one, and `near` the
+    share that has a near one.
+    """
+    train, test = CORPORA[name].frames(data, seed)
+    known, tested = {words(text) for text in train["text"]}, [words(text) for text in test["text"]]
+    inner = parts_of(known, within={*tested}, whole=True)
+    shares = {
+        "within": np.mean([text in inner for text in tested]),
+        "equal": np.mean([text in known for text in tested]),
+        "near": np.mean(nearest(test["text"], train["text"]) >= NEAR),
+    }
+    left = dict(zip(("num_train", "num_left"), map(len, apart(name, data, seed)), strict=True))
+    return {"num_test": len(test), **{share: float(value) for share, value in shares.items()}, **left}
+
+
+def words(text: str) -> str:
+    """A text's words in lower case, with one space between them."""
+    return " ".join(re.findall(r"\w+", str(text).lower()))
+
+
+def parts_of(texts: Iterable[str], *, within: set[str], whole: bool) -> set[str]:
+    """Those of a set's texts that are a run of words of a text; of all its words only if `whole`."""
+    found, lengths = set(), defaultdict[str, set[int]](set)
+    for text in within:
+        lengths[text.split(" ", 1)[0]].add(text.count(" ") + 1)
+    for split in (text.split(" ") for text in texts):
+        for start, first in enumerate(split):
+            ends = (start + length for length in lengths.get(first, ()))
+            runs = {" ".join(split[start:end]) for end in ends if whole or end - start < len(split)}
+            found |= runs & within
+    return found
+
+
+def nearest(texts: Iterable[str], others: Iterable[str]) -> npt.NDArray[np.float64]:
+    """The largest Jaccard similarity of each text to one of the others, by their runs of three words, exactly."""
+    known: dict[str, int] = {}
+    ours, theirs = (_counted([_runs(text, known) for text in each]) for each in (texts, others))
+    width, found = len(known), np.zeros(ours.shape[0])
+    ours.resize(ours.shape[0], width)
+    theirs.resize(theirs.shape[0], width)
+    sizes, columns = [np.diff(each.indptr) for each in (ours, theirs)], theirs.T.tocsr()
+    for start in range(0, len(found), _AT_ONCE):
+        shared = (ours[start : start + _AT_ONCE] @ columns).tocoo()
+        rows = start + shared.row
+        np.maximum.at(found, rows, shared.data / (sizes[0][rows] + sizes[1][shared.col] - shared.data))
+    return found
+
+
+def _runs(text: str, known: dict[str, int]) -> set[int]:
+    """The numbers of a text's runs of three words, new ones added; a shorter text is one run."""
+    split = words(text).split(" ")
+    runs = {" ".join(split[start : start + 3]) for start in range(max(1, len(split) - 2))}
+    return {known.setdefault(run, len(known)) for run in runs}
+
+
+def _counted(rows: Sequence[set[int]]) -> csr_matrix:
+    """A matrix with a one for each number in each row."""
+    ends, columns = np.cumsum([0, *map(len, rows)]), [number for row in rows for number in row]
+    return csr_matrix(
+        (np.ones(len(columns), np.float32), columns, ends), shape=(len(rows), max(columns, default=0) + 1)
+    )
 
 
 def _split(frame: pd.DataFrame, seed: int) -> Frames:
@@ -92,12 +203,8 @@ def _embedded(data: Path, seed: int) -> Frames:
     return frames[0], frames[1]
 
 
-def _sst2(most: int | None) -> Callable[[Path, int], Frames]:
-    def frames(data: Path, seed: int) -> Frames:
-        train, dev = (_read(data / f"sst2_{part}.csv.gz") for part in ("train", "dev"))
-        return train.iloc[np.random.default_rng(seed).permutation(len(train))[:most]], dev
-
-    return frames
+def _sst2(data: Path, seed: int) -> Frames:
+    return _read(data / "sst2_train.csv.gz"), _read(data / "sst2_dev.csv.gz")
 
 
 def _medquad(
@@ -150,10 +257,12 @@ CORPORA = {
         frames=_embedded,
         sharing=(("partition", "natural"), ("client_column", "client")),
     ),
-    "SST-2 6,000 iid": Corpus(frames=_sst2(_MOST), files=_SST2),
+    "SST-2 6,000 iid": Corpus(frames=_sst2, files=_SST2, are_phrases=True, most=_MOST),
     "SST-2 6,000 Dirichlet": Corpus(
-        frames=_sst2(_MOST),
+        frames=_sst2,
         files=_SST2,
+        are_phrases=True,
+        most=_MOST,
         sharing=(("partition", "dirichlet"), ("num_clients", 5), ("dirichlet_alpha", 1.0)),
     ),
     "MedQuAD by source": Corpus(
@@ -161,10 +270,10 @@ CORPORA = {
         files=_MEDQUAD,
         sharing=(("partition", "natural"), ("client_column", "client")),
     ),
-    "SST-2 5,000": Corpus(frames=_sst2(5000), files=_SST2),
-    "SST-2 15,000": Corpus(frames=_sst2(15_000), files=_SST2),
-    "SST-2 30,000": Corpus(frames=_sst2(30_000), files=_SST2),
-    "SST-2 all rows": Corpus(frames=_sst2(None), files=_SST2),
+    "SST-2 5,000": Corpus(frames=_sst2, files=_SST2, are_phrases=True, most=5000),
+    "SST-2 15,000": Corpus(frames=_sst2, files=_SST2, are_phrases=True, most=15_000),
+    "SST-2 30,000": Corpus(frames=_sst2, files=_SST2, are_phrases=True, most=30_000),
+    "SST-2 all rows": Corpus(frames=_sst2, files=_SST2, are_phrases=True),
     "MedQuAD type of question": Corpus(
         frames=_medquad(text="question", classes=QUESTION_TYPES, most=_MOST), files=_MEDQUAD, named=False
     ),
