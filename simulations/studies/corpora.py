@@ -1,14 +1,14 @@
 """The corpora of the studies: records with a label, those of each client for training and others for testing.
 
-No test record is nearly one of training: rows are compared as words in lower case. SST-2's rows are phrases, of which
-whole sentences are tested, and no part of these is trained on.
+No test record is a near copy of one of training: rows are compared as words in lower case. SST-2's rows are phrases, of
+which whole sentences are tested, and no part of these is trained on.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy.sparse import csr_matrix
+from sklearn.feature_extraction.text import CountVectorizer
 
 from fedpriv.errors import InputError
 from fedpriv.learning.data import hospital
@@ -26,9 +26,6 @@ TEST_FRACTION = 0.2
 
 # Two texts are near if they share so much of their runs of three words: intersection over union.
 NEAR = 0.8
-
-# Fewer near test records stay: they can move no accuracy by more.
-_NEGLIGIBLE = 0.01
 
 # Texts that are compared with all others in one product of sparse matrices.
 _AT_ONCE = 250
@@ -49,6 +46,8 @@ class Corpus:
     Attributes:
         frames: (data folder, seed) -> training and test records, as they are.
         files: that the data folder must hold.
+        has_copies: whether a test record near one of training is its copy, which is not tested. Where a template makes
+            texts of attributes drawn at random, it is another record.
         are_phrases: whether rows are parts of each other.
         most: training records, of phrases; None for all that are part of no tested sentence.
         sharing: the configuration's keys that say which client has which records.
@@ -57,6 +56,7 @@ class Corpus:
 
     frames: Callable[[Path, int], Frames]
     files: tuple[str, ...] = ()
+    has_copies: bool = True
     are_phrases: bool = False
     most: int | None = None
     sharing: tuple[tuple[str, Any], ...] = (("partition", "iid"), ("num_clients", 5))
@@ -99,14 +99,13 @@ def keys(name: str, seed: int, *, data: Path, folder: Path, validation: bool, po
 
 
 def apart(name: str, data: Path, seed: int) -> Frames:
-    """The records of a corpus, without test records that are nearly one of training, unless they are negligibly few."""
+    """The records of a corpus, without test records that are near copies of training ones."""
     corpus = CORPORA[name]
-    if not corpus.are_phrases:
-        train, test = corpus.frames(data, seed)
-        near = nearest(test["text"], train["text"]) >= NEAR
-        return train, test[~near] if near.mean() >= _NEGLIGIBLE else test
-    train, test = _sentences(corpus.frames, data)
-    return train.iloc[np.random.default_rng(seed).permutation(len(train))[: corpus.most]], test
+    if corpus.are_phrases:
+        train, test = _sentences(corpus.frames, data)
+        return train.iloc[np.random.default_rng(seed).permutation(len(train))[: corpus.most]], test
+    train, test = corpus.frames(data, seed)
+    return train, test[nearest(test["text"], train["text"]) < NEAR] if corpus.has_copies else test
 
 
 @cache
@@ -160,32 +159,21 @@ def parts_of(texts: Iterable[str], *, within: set[str], whole: bool) -> set[str]
 
 def nearest(texts: Iterable[str], others: Iterable[str]) -> npt.NDArray[np.float64]:
     """The largest Jaccard similarity of each text to one of the others, by their runs of three words, exactly."""
-    known: dict[str, int] = {}
-    ours, theirs = (_counted([_runs(text, known) for text in each]) for each in (texts, others))
-    width, found = len(known), np.zeros(ours.shape[0])
-    ours.resize(ours.shape[0], width)
-    theirs.resize(theirs.shape[0], width)
-    sizes, columns = [np.diff(each.indptr) for each in (ours, theirs)], theirs.T.tocsr()
-    for start in range(0, len(found), _AT_ONCE):
-        shared = (ours[start : start + _AT_ONCE] @ columns).tocoo()
+    texts, others = list(map(str, texts)), list(map(str, others))
+    counted = CountVectorizer(analyzer=_runs, binary=True, dtype=np.float32).fit_transform([*texts, *others])
+    ours, theirs = counted[: len(texts)], counted[len(texts) :].T.tocsr()
+    sizes, found = np.diff(counted.indptr), np.zeros(len(texts))
+    for start in range(0, len(texts), _AT_ONCE):
+        shared = (ours[start : start + _AT_ONCE] @ theirs).tocoo()
         rows = start + shared.row
-        np.maximum.at(found, rows, shared.data / (sizes[0][rows] + sizes[1][shared.col] - shared.data))
+        np.maximum.at(found, rows, shared.data / (sizes[rows] + sizes[len(texts) + shared.col] - shared.data))
     return found
 
 
-def _runs(text: str, known: dict[str, int]) -> set[int]:
-    """The numbers of a text's runs of three words, new ones added; a shorter text is one run."""
+def _runs(text: str) -> set[str]:
+    """A text's runs of three words; a shorter text is one run."""
     split = words(text).split(" ")
-    runs = {" ".join(split[start : start + 3]) for start in range(max(1, len(split) - 2))}
-    return {known.setdefault(run, len(known)) for run in runs}
-
-
-def _counted(rows: Sequence[set[int]]) -> csr_matrix:
-    """A matrix with a one for each number in each row."""
-    ends, columns = np.cumsum([0, *map(len, rows)]), [number for row in rows for number in row]
-    return csr_matrix(
-        (np.ones(len(columns), np.float32), columns, ends), shape=(len(rows), max(columns, default=0) + 1)
-    )
+    return {" ".join(split[start : start + 3]) for start in range(max(1, len(split) - 2))}
 
 
 def _split(frame: pd.DataFrame, seed: int) -> Frames:
@@ -248,20 +236,21 @@ def _read(path: Path) -> pd.DataFrame:
     return pd.read_csv(path, dtype=str)
 
 
-_SST2 = ("sst2_train.csv.gz", "sst2_dev.csv.gz")
+_SST2: Mapping[str, Any] = {
+    "frames": _sst2, "files": ("sst2_train.csv.gz", "sst2_dev.csv.gz"), "are_phrases": True
+}  # fmt: skip
 _MEDQUAD = ("medquad.csv.gz",)
 _MOST = 6000
 
 CORPORA = {
     "embedded": Corpus(
         frames=_embedded,
+        has_copies=False,
         sharing=(("partition", "natural"), ("client_column", "client")),
     ),
-    "SST-2 6,000 iid": Corpus(frames=_sst2, files=_SST2, are_phrases=True, most=_MOST),
+    "SST-2 6,000 iid": Corpus(**_SST2, most=_MOST),
     "SST-2 6,000 Dirichlet": Corpus(
-        frames=_sst2,
-        files=_SST2,
-        are_phrases=True,
+        **_SST2,
         most=_MOST,
         sharing=(("partition", "dirichlet"), ("num_clients", 5), ("dirichlet_alpha", 1.0)),
     ),
@@ -270,14 +259,14 @@ CORPORA = {
         files=_MEDQUAD,
         sharing=(("partition", "natural"), ("client_column", "client")),
     ),
-    "SST-2 5,000": Corpus(frames=_sst2, files=_SST2, are_phrases=True, most=5000),
-    "SST-2 15,000": Corpus(frames=_sst2, files=_SST2, are_phrases=True, most=15_000),
-    "SST-2 30,000": Corpus(frames=_sst2, files=_SST2, are_phrases=True, most=30_000),
-    "SST-2 all rows": Corpus(frames=_sst2, files=_SST2, are_phrases=True),
+    "SST-2 5,000": Corpus(**_SST2, most=5000),
+    "SST-2 15,000": Corpus(**_SST2, most=15_000),
+    "SST-2 30,000": Corpus(**_SST2, most=30_000),
+    "SST-2 all rows": Corpus(**_SST2),
     "MedQuAD type of question": Corpus(
         frames=_medquad(text="question", classes=QUESTION_TYPES, most=_MOST), files=_MEDQUAD, named=False
     ),
     "MedQuAD source of answer": Corpus(frames=_medquad(label="source", most=_MOST), files=_MEDQUAD, named=False),
     "MedQuAD 15 types of answer": Corpus(frames=_medquad(most=_MOST), files=_MEDQUAD, named=False),
-    "Adult in sentences": Corpus(frames=_adult(_MOST), files=("adult.csv.gz",), named=False),
+    "Adult in sentences": Corpus(frames=_adult(_MOST), files=("adult.csv.gz",), has_copies=False, named=False),
 }
