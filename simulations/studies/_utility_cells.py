@@ -138,7 +138,7 @@ def cells(seeds: Sequence[int] = SEEDS) -> Iterator[UtilityCell]:
 
 def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     private, rest, small, embedded = (2.0, 8.0), (1.0, None), NAMED[:-1], NAMED[:1]
-    yield from _all([*small, *UNNAMED], [OVERLAP], (None,), seeds=seeds)
+    yield from _all([*NAMED, *UNNAMED], [OVERLAP], (None,), seeds=seeds)
     yield from _all(small, ["head"], private, ("local", "sum"), seeds=seeds)
     yield from _all(UNNAMED, ["head", BASELINES], (8.0,), seeds=seeds)
     yield from _all(small, [BASELINES, PROBES], private, seeds=seeds)

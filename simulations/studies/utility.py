@@ -142,7 +142,7 @@ def _corpora(results: Results) -> str:
     headers = ("corpus", "method", *(f"{view}, epsilon {epsilon:g}" for view, epsilon in settings))
     figures = ("accuracy", "tfidf_accuracy", "majority_accuracy")
     outside = [[_estimate(results, name, BASELINES, None, figure=figure) for figure in figures] for name in corpora]
-    plain = [(name, *map(bare, found)) for name, found in zip(corpora, outside, strict=True)]
+    plain = [(name, *map(bare, found)) for name, found in zip(corpora, outside, strict=True) if any(found)]
     known += [each for found in outside for each in found]
     names = ("without privacy", "linear probe", "TF-IDF", "largest class")
     return "\n\n".join((table(headers, rows), table(names, plain), f"{errors(known)} {_skewed(results)}"))
@@ -217,12 +217,12 @@ def _many(results: Results) -> str:
 def _overlaps(results: Results) -> str:
     """The share of each corpus's test records that its training records tell, and how many are left."""
     rows = []
-    for name in [*NAMED[:2], NAMED[3], *UNNAMED]:
-        shares = [_estimate(results, name, OVERLAP, None, figure=figure) for figure in ("within", "equal", "near")]
-        left = [_estimate(results, name, OVERLAP, None, figure=figure) for figure in ("num_test", "num_left")]
-        if all(shares):
-            rows.append((name, *(f"{each.mean:,.0f}" for each in left if each), *map(bare, shares)))
-    return table(("corpus", "test records", "left", "within", "equal", "near"), rows)
+    for name in [*NAMED[:1], *NAMED[3:], *UNNAMED]:
+        figures = ("num_test", "num_left", "num_train", "within", "equal", "near")
+        found = [_estimate(results, name, OVERLAP, None, figure=figure) for figure in figures]
+        if all(found):
+            rows.append((name, *(f"{each.mean:,.0f}" for each in found[:3] if each), *map(bare, found[3:])))
+    return table(("corpus", "test records", "left", "training records", "within", "equal", "near"), rows)
 
 
 def _ingredients(results: Results) -> str:

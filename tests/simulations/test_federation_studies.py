@@ -214,12 +214,12 @@ def test_a_head_too_far_below_the_probe_is_a_claim_that_is_missed(tmp_path):
         append(tmp_path / RUNS, line("head", head, epsilon=8.0, corpus=corpus))
         outside = {"tfidf_accuracy": 0.7, "majority_accuracy": 0.5}
         append(tmp_path / RUNS, {**line("baselines", 0.8, epsilon=None, corpus=corpus), **outside})
-    shares = {"within": 0.042, "equal": 0.04, "near": 0.055, "num_test": 1200, "num_left": 1134}
+    shares = {"within": 0.042, "equal": 0.04, "near": 0.055, "num_test": 1200, "num_left": 1134, "num_train": 4800}
     append(tmp_path / RUNS, {**line("overlap", 0.0, epsilon=None, corpus="Adult in sentences"), **shares})
     tables.write(tmp_path / "page.md", tmp_path / RUNS)
     page = " ".join((tmp_path / "page.md").read_text().split())
     assert "| head less probe | >= -0.015 | **1 of 2** | -0.016 (one seed) | MedQuAD source of answer," in page
-    row = "| Adult in sentences | 1,200 | 1,134 | 0.042 (one seed) | 0.040 (one seed) | 0.055 (one seed) |"
+    row = "| Adult in sentences | 1,200 | 1,134 | 4,800 | 0.042 (one seed) | 0.040 (one seed) | 0.055 (one seed) |"
     assert row in page
 
 
