@@ -156,8 +156,8 @@ def _skewed(results: Results) -> str:
         if one and other:
             apart.append(abs(one.mean - other.mean))
     probes = (f"{shown(_estimate(results, _SKEWED, PROBES, epsilon))} at epsilon {epsilon:g}" for epsilon in (2.0, 8.0))
-    most = f"at most {max(apart):.3f}" if apart else "not run"
-    return f"{_SKEWED} less iid: {most} either way, but {PROBES} reach {' and '.join(probes)}."
+    most = f"at most {max(apart):.3f} either way, but {PROBES} reach {' and '.join(probes)}" if apart else "not run"
+    return f"{_SKEWED} less iid: {most}."
 
 
 def _budgets(results: Results) -> str:
@@ -172,7 +172,7 @@ def _budgets(results: Results) -> str:
             if step and step.mean + 2 * (step.standard_error or 0.0) < 0:
                 falls.append(f"{name}, {view}, {_epsilon(epsilon)}: {step.text(sign=True, usual=_BUDGET_SEEDS)}")
         if view == "local":
-            rows.append((name, *(_mean(Estimate.of(each.values())) for each in found)))
+            rows.append((name, *(bare(Estimate.of(each.values()), usual=_BUDGET_SEEDS) for each in found)))
         if end := _end(results, name, view):
             ends.append((f"{name}, {view}", end))
     parts = [f"Falls beyond two standard errors, of both views: {'; '.join(falls) or 'none'}."]
@@ -181,13 +181,6 @@ def _budgets(results: Results) -> str:
         told = worst.text(sign=True, usual=_BUDGET_SEEDS)
         parts.append(f"Last less best round at epsilon 8: at worst {told}, {place}.")
     return f"{table(('local epsilon', *map(_epsilon, BUDGETS)), rows)}\n\n{' '.join(parts)}"
-
-
-def _mean(found: Estimate | None) -> str:
-    """Without its error, which differences from one budget to the next share."""
-    if found is None:
-        return "not run"
-    return f"{found.mean:.3f}" + (f" ({found.num_runs} runs)" if found.num_runs != _BUDGET_SEEDS else "")
 
 
 def _end(results: Results, name: str, view: str) -> Estimate | None:
