@@ -203,8 +203,8 @@ def _many(results: Results) -> str:
             rows.append((name, view, f"{epsilon:g}", *map(bare, found), shown(difference(auto, head), sign=True)))
     plain = {method: _estimate(results, NAMED[-1], method, None) for method in (PLAIN_LORA, PLAIN_WEIGHTS)}
     public = ", ".join(f"{method} {found.text()}" for method, found in plain.items() if found)
-    told = f"{errors(known)} Not private, all rows: {public or 'not run'}."
-    return f"{table(('records', 'view', 'epsilon', 'head', AUTO, f'{AUTO} less head'), rows)}\n\n{told}"
+    told = f"\n\n{errors(known)} Not private, all rows: {public or 'not run'}." if rows else ""
+    return table(("records", "view", "epsilon", "head", AUTO, f"{AUTO} less head"), rows) + told
 
 
 def _overlaps(results: Results) -> str:
