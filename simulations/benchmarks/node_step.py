@@ -117,7 +117,7 @@ def measured(
     steps = [statistics.median(times) for times in zip(*pairs, strict=True)]
     began = time.perf_counter()
     for _ in range(repeats):
-        evaluate(arms[1], records)
+        evaluate(arms[1], records, keep_features=trains == "head")
     test = (time.perf_counter() - began) / repeats
     return steps, [first - step for first, step in zip(firsts, steps, strict=True)], test
 
