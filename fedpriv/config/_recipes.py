@@ -81,8 +81,11 @@ _ONLY_IN_FEDPRIV: Mapping[str, tuple[Any, ...]] = {
     "batch_size": (),
 }
 
-WITH_AUTO: Mapping[str, Any] = {"aggregation": "fed-sb", "rank": 64, "alpha": 256.0, "layers": "all", "rounds": 214}
-"""The keys for R between frozen factors of every layer: the most of R, and of rounds, that `train = auto` chooses."""
+WITH_AUTO: Mapping[str, Any] = {
+    **{"aggregation": "fed-sb", "rank": 64, "alpha": 256.0, "layers": "all", "rounds": 214}, "evaluate_every": 4
+}  # fmt: skip
+"""The keys for R between frozen factors of every layer: the most of R, and of rounds, that `train = auto` chooses; and
+fewer tests, each of which reads all records again once R has changed, and may take as long as a round."""
 
 # What A's and B's product is scaled by there, whatever the rank.
 _SCALE_WITH_AUTO = 4.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -20,12 +21,11 @@ from fedpriv.learning.training import Body
 from fedpriv.learning.training.noise_plan import calibrated, derived_learning_rate
 from fedpriv.learning.training.workbench import Workbench, workbench
 from fedpriv.privacy.accounting.recipe import START_SHARE, WeightedClients, learning_rate, start_noise_multiplier
-from fedpriv.runs import files
 from server import baselines
 from simulations.studies import corpora
 from simulations.studies.corpora import CORPORA
-from simulations.studies.federations import federated, results_of, run_federations
-from simulations.studies.harness import Line, run_missing
+from simulations.studies.federations import federated, run_federations
+from simulations.studies.harness import Line
 from simulations.studies.plain_lora import PlainCell
 from simulations.studies.plain_lora import configured as plain_configured
 from simulations.studies.plain_lora import measure as plain_measure
@@ -40,14 +40,12 @@ BUDGET_CORPORA = ["SST-2 6,000 iid", "Adult in sentences", "embedded"]
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 
-BASELINES, RECIPE, AUTO, PROBES = "baselines", "recipe", "auto", "averaged probes"
-NARROW = "auto, rank 16"
-SECURE = "auto, secure noise"
+OVERLAP, BASELINES, RECIPE, AUTO, PROBES = "overlap", "baselines", "recipe", "auto", "averaged probes"
 CENTRAL, LOCAL_STEPS = "central", "3 local steps"
 CURVE = "head, tested every round"
 PLAIN_LORA, PLAIN_WEIGHTS = "LoRA, AdamW in one place", "all weights, AdamW in one place"
 # Of which there is one at every epsilon, since nothing in it is private.
-NOT_PRIVATE = (BASELINES, PLAIN_LORA, PLAIN_WEIGHTS)
+NOT_PRIVATE = (OVERLAP, BASELINES, PLAIN_LORA, PLAIN_WEIGHTS)
 
 # Largest rates of AdamW, which fall to 0 over the one epoch.
 _PLAIN_RATES = {PLAIN_LORA: 1e-3, PLAIN_WEIGHTS: 5e-5}
@@ -69,10 +67,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "head": _HEAD,
     RECIPE: _TESTED_AT_THE_END,
     AUTO: _AUTO,
-    # As `fedpriv run` does it.
-    SECURE: {**_AUTO, "simulate": False},
-    # What it trains where noise is larger.
-    NARROW: {**_AUTO, "rank": 16, "alpha": 64, "rounds": 53},
     CENTRAL: _HEAD,
     CURVE: {**_HEAD, "evaluate_every": 1},
     # recipe is given, since several local steps would stand for the other one; their learning rate is derived.
@@ -109,7 +103,7 @@ class UtilityCell:
 
     Attributes:
         corpus: by name.
-        method: a key of `METHODS`, `INGREDIENTS` or `RATES`, or the baselines, which are no federation.
+        method: a key of `METHODS`, `INGREDIENTS` or `RATES`, or one of `NOT_PRIVATE`, which are no federation.
         epsilon: of every client on the view, or None for a run without noise.
         view: `local`, or `sum` where only the sum of all uploads is seen.
         seed: of the split, the clients' records and the noise.
@@ -124,12 +118,8 @@ class UtilityCell:
     @property
     def key(self) -> str:
         """Unique among the cells."""
-        return "/".join((self.corpus, self.method, self.shown_epsilon, self.view, str(self.seed)))
-
-    @property
-    def shown_epsilon(self) -> str:
-        """`none` without noise."""
-        return "none" if self.epsilon is None else f"{self.epsilon:g}"
+        epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
+        return "/".join((self.corpus, self.method, epsilon, self.view, str(self.seed)))
 
     @property
     def is_validated(self) -> bool:
@@ -148,40 +138,25 @@ def cells(seeds: Sequence[int] = SEEDS) -> Iterator[UtilityCell]:
 
 def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     private, rest, small, embedded = (2.0, 8.0), (1.0, None), NAMED[:-1], NAMED[:1]
-    yield from _all(small, ["head"], private, seeds=seeds)
-    first, others = seeds[:1], seeds[1:]
-    yield from _all(UNNAMED[:-1], ["head", BASELINES], (8.0,), seeds=first)
-    yield from _all(embedded, [PROBES, RECIPE], private, seeds=first)
-    yield from _all(small[1:], [PROBES], private, seeds=first)
-    yield from _all(UNNAMED[-1:], ["head", BASELINES], (8.0,), seeds=first)
-    yield from _all(embedded, [PROBES, RECIPE], private, seeds=others)
-    yield from _all(small[1:], [PROBES], private, seeds=others)
+    yield from _all([*NAMED, *UNNAMED], [OVERLAP], (None,), seeds=seeds)
+    yield from _all(small, ["head"], private, ("local", "sum"), seeds=seeds)
+    yield from _all(UNNAMED, ["head", BASELINES], (8.0,), seeds=seeds)
+    yield from _all(NAMED, [BASELINES, PROBES], private, seeds=seeds)
+    yield from _all(embedded, [RECIPE, CENTRAL], private, seeds=seeds)
     yield from _all(embedded, list(INGREDIENTS), (2.0,), seeds=seeds)
-    yield from _all(small, ["head"], private, ("sum",), seeds=seeds)
-    yield from _all(UNNAMED, ["head", BASELINES], (8.0,), seeds=others)
-    yield from _all(embedded, [CENTRAL], private, seeds=seeds)
-    yield from _all(small, [BASELINES], (None,), seeds=seeds)
-    for seed in seeds:
-        yield from _all(small, list(RATES), private, seeds=(seed,))
-    yield from _all(embedded, [AUTO], private, seeds=seeds)
-    yield from _all(NAMED[-1:], ["head"], private, ("local", "sum"), seeds=seeds)
-    yield from _all(small, [CENTRAL], private, seeds=seeds)
-    yield from _all(NAMED[-1:], [PROBES, CENTRAL], private, seeds=seeds)
-    yield from _all(NAMED[-1:], [BASELINES], (None,), seeds=seeds)
-    yield from _all(NAMED[-1:], list(RATES), private, seeds=seeds)
-    yield from _all(NAMED[-1:], ["head", AUTO], (8.0,), ("local", "sum"), seeds=seeds)
-    yield from _all(NAMED[-1:], ["head", AUTO, SECURE], (2.0,), ("sum",), seeds=seeds)
-    yield from _all(NAMED[-1:], [SECURE], (8.0,), ("local", "sum"), seeds=seeds)
-    yield from _all(NAMED[-1:], [NARROW], (8.0,), seeds=seeds[:1])
     yield from _all(SIZES, ["head", AUTO], (8.0,), ("sum",), seeds=seeds)
-    yield from _all(SIZES[-1:], [NARROW], (8.0,), ("sum",), seeds=seeds)
+    yield from _all([*small, *UNNAMED[-1:]], ["head", AUTO], private, ("local", "sum"), seeds=seeds)
+    yield from _all(small, list(RATES), private, seeds=seeds)
+    yield from _all(NAMED[-1:], ["head"], private, ("local", "sum"), seeds=seeds)
+    yield from _all(NAMED[1:], [CENTRAL], private, seeds=seeds)
+    yield from _all(NAMED[-1:], list(RATES), private, seeds=seeds)
+    yield from _all(NAMED[-1:], [AUTO], (8.0,), ("local", "sum"), seeds=seeds)
+    yield from _all(NAMED[-1:], [AUTO], (2.0,), ("sum",), seeds=seeds)
     yield from _all(NAMED[-1:], [PLAIN_LORA, PLAIN_WEIGHTS], (None,), seeds=seeds)
-    yield from _all([*NAMED[:-1], *UNNAMED[-1:]], ["head", AUTO], private, ("local", "sum"), seeds=seeds)
     yield from _all(UNNAMED, [RECIPE], (8.0,), seeds=seeds)
     yield from _all(NAMED, ["head", CENTRAL], rest, seeds=seeds)
     yield from _all(NAMED, ["head"], (1.0,), ("sum",), seeds=seeds)
-    yield from _all(NAMED, [PROBES], (1.0,), seeds=seeds)
-    yield from _all(NAMED, list(RATES), (1.0,), seeds=seeds)
+    yield from _all(NAMED, [PROBES, *RATES], (1.0,), seeds=seeds)
     yield from _all(NAMED[1:], [RECIPE, AUTO], private, seeds=seeds)
     yield from _all(NAMED, [RECIPE], private, ("sum",), seeds=seeds)
     yield from _all(NAMED, [RECIPE], rest, seeds=seeds)
@@ -204,49 +179,16 @@ def _all(
         yield UtilityCell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed)
 
 
-def keep_finished(runs: Path, folders: Sequence[Path]) -> None:
-    """Append the lines of finished runs whose cells have none.
-
-    Args:
-        runs: file of the lines.
-        folders: of the runs.
-
-    Raises:
-        InputError: as of `of_folder`; nothing was appended.
-    """
-    found = dict(map(of_folder, folders))
-    run_missing(runs, found, found.__getitem__, lambda line: f"{line['accuracy']:.4f}")
-
-
-def of_folder(folder: Path) -> tuple[UtilityCell, Line]:
-    """The cell that a finished `fedpriv run` of all rows of SST-2 is, and its results.
-
-    Raises:
-        InputError: it is another run, or is not finished.
-    """
-    config = files.read_config(folder)
-    view = "sum" if config.secure_aggregation else "local"
-    cell = UtilityCell(corpus=NAMED[-1], method=SECURE, epsilon=config.target_epsilon, view=view, seed=config.seed)
-    expected = {"max_records": 0, "partition": "iid", "num_clients": 5, "train": "auto", "delta": DELTA}
-    expected |= {"simulate": False, "max_length": 64, "model": RunConfig().model}
-    differing = [name for name, value in expected.items() if getattr(config, name) != value]
-    if not str(config.data).endswith("sst2_train.csv.gz"):
-        differing.append("data")
-    if cell not in set(cells()):
-        differing.append("target_epsilon")
-    if differing:
-        raise InputError(f"{folder}: another run than the study's {cell.key}; it differs in {', '.join(differing)}")
-    return cell, results_of(folder)
-
-
 def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[UtilityCell], **which: Any) -> None:
     """Run every cell that has no line yet; arguments as for `run_federations`."""
-    run_federations(runs, out, data, chosen, configuration, measure=_measured, **which)
+    run_federations(runs, out, data, chosen, configuration, measure=partial(_measured, data), **which)
 
 
-def _measured(cell: UtilityCell, config: RunConfig) -> Line:
+def _measured(data: Path, cell: UtilityCell, config: RunConfig) -> Line:
     if cell.method == BASELINES:
         return _baselines(config)
+    if cell.method == OVERLAP:
+        return corpora.overlap(cell.corpus, data, cell.seed)
     if cell.method in _PLAIN_RATES:
         how = PlainCell(config=cell.key, rate=_PLAIN_RATES[cell.method], batch=64, epochs=1)
         return plain_measure(config, how)

@@ -160,7 +160,7 @@ def run_federations(
         return results
 
     here = [cell for cell in asked if not missing[cell.corpus]]
-    run_missing(runs, here, run, lambda line: f"{line['accuracy']:.4f}", until=until)
+    run_missing(runs, here, run, lambda line: f"{line.get('accuracy', line.get('near')):.4f}", until=until)
 
 
 def run_sweep(

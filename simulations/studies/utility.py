@@ -1,6 +1,6 @@
 """The accuracy of private models, compared with what a user would do without a federation: results/utility.md.
 
-    python -m simulations.studies.utility run|tables [--data FOLDER] [--runs results/utility.jsonl] [--finished RUN ...]
+    python -m simulations.studies.utility run|tables [--data FOLDER] [--runs results/utility.jsonl]
 
 `run` runs one federation for each cell of the study and keeps a line of each; cells that have one are not run again.
 `tables` writes results/utility.md from the lines, whose `seconds` are those of busy machines; those whose `software`
@@ -8,16 +8,10 @@ names a `gpu` ran there in float32. The data folder holds sst2_train.csv.gz, sst
 adult.csv.gz; corpora that it lacks are skipped. Several processes may add to one file of runs if their corpora differ;
 each has a folder of its own for `--out`.
 
-A seed decides the split, the clients' records and the noise. Tests are on 1,000 messages (embedded), on sst2_dev
-(SST-2), and else on a fifth of the rows. SST-2's two files split the 67,349 rows of GLUE's training file into 60,614
-and 6,735. The grid compares seven rates, 1/8 to 8 times the rule's, on a fifth of the training records. Three local
+A seed decides the split, the clients' records and the noise. The method `overlap` compares the test records with those
+of training. The grid compares seven rates, 1/8 to 8 times the rule's, on a fifth of the training records. Three local
 steps are taken in each of 13 rounds after the start, at the rule's rate for 39 steps. The budgets have five seeds,
 `--only '*/head/*' --seeds 0,1,2,3,4`, and a test after every round is the method `head, tested every round`.
-
-With `--finished` it runs none and keeps a line of each of these folders, the runs with secure noise:
-
-    fedpriv run -c data=sst2_train.csv.gz -c test_data=sst2_dev.csv.gz -c public_data=true -c partition=iid
-        -c delta=1e-5 -c train=auto -c target_epsilon=8 -c seed=SEED [-c secure_aggregation=true]
 """
 
 from __future__ import annotations
@@ -41,29 +35,23 @@ from simulations.studies._utility_cells import (
     FACTORS,
     INGREDIENTS,
     NAMED,
-    NARROW,
+    OVERLAP,
     PLAIN_LORA,
     PLAIN_WEIGHTS,
     PROBES,
     RATES,
     RECIPE,
-    SECURE,
     SEEDS,
     SIZES,
     UNNAMED,
     UtilityCell,
     cells,
-    keep_finished,
     run_all,
 )
-from simulations.studies.corpora import CORPORA
 from simulations.studies.harness import Estimate, Results, bare, difference, errors, fill, parser, shown, table
 
 # (view, epsilon) of LoRA with all rows of SST-2.
 _WITH_LORA = (("local", 8.0), ("sum", 8.0), ("sum", 2.0))
-
-# What a run has spent on its view; more than its target where it was interrupted and rounds were charged again.
-_SPENT = {"local": "epsilon_local_max", "sum": "epsilon_aggregate_max"}
 
 # One corpus, dealt in two ways.
 _EVEN, _SKEWED = "SST-2 6,000 iid", "SST-2 6,000 Dirichlet"
@@ -79,7 +67,8 @@ def write(page: Path, runs: Path) -> None:
     """Write the page's tables from the lines in the study's file of runs."""
     results = Results.read(runs)
     blocks = {
-        "targets": "\n\n".join([_judged(_targets(results)), *_all_runs(results)]),
+        "targets": _judged(_targets(results)),
+        "overlaps": _overlaps(results),
         "corpora": _corpora(results),
         "many": _many(results),
         "budgets": _budgets(results),
@@ -99,14 +88,19 @@ class _Claim:
         place: the corpus, epsilon and view, for which it is made.
         least: the target.
         found: the difference.
-        met: whether it reaches the target.
+        errors: so many of its standard errors are forgiven; a single seed has none.
     """
 
     kind: str
     place: str
     least: float
     found: Estimate
-    met: bool
+    errors: int = 0
+
+    @property
+    def met(self) -> bool:
+        """Whether it reaches the target."""
+        return self.found.mean + self.errors * (self.found.standard_error or 0.0) >= self.least
 
 
 def _judged(claims: Iterable[_Claim]) -> str:
@@ -120,51 +114,19 @@ def _judged(claims: Iterable[_Claim]) -> str:
     return table(("claim", "target", "met", "least", "where"), rows)
 
 
-def _all_runs(results: Results) -> Iterator[str]:
-    """The recipe's last rounds over all runs, whose gain is too small for single settings."""
-    if found := _pooled(results, RECIPE):
-        mean = found.text(sign=True, digits=4, usual=found.num_runs)
-        yield f"{RECIPE} less head over all {found.num_runs} pairs of runs: {mean}."
-
-
 def _targets(results: Results) -> Iterator[_Claim]:
-    yield from _comparisons(results)
+    for method, other, least in (("head", PROBES, 0.0), (RECIPE, "head", 0.0), (AUTO, "head", -0.002)):
+        for name, epsilon, view in product((*NAMED, *UNNAMED), _ORDER, ("local", "sum")):
+            if found := difference(*(_by_seed(results, name, each, epsilon, view) for each in (method, other))):
+                place = f"{name}, epsilon {_epsilon(epsilon)}, {view}"
+                yield _Claim(kind=f"{method} less {other}", place=place, least=least, found=found, errors=1)
+    for name in UNNAMED:
+        if found := _gap_to_probe(results, name):
+            yield _Claim(kind="head less probe", place=f"{name}, epsilon 8, local", least=-0.015, found=found)
     for name, epsilon in product(NAMED, (1.0, 2.0, 8.0)):
         if found := gap_of_rule(results, name, epsilon):
             kind, place = "the rule's learning rate less the best of seven", f"{name}, epsilon {epsilon:g}"
-            yield _Claim(kind=kind, place=place, least=-0.01, found=found, met=found.mean >= -0.01)
-
-
-def _spent(results: Results, method: str, epsilon: float, view: str) -> str:
-    """ ", at epsilon E" where runs on all rows of SST-2 have spent more than was asked."""
-    spent = _by_seed(results, NAMED[-1], method, epsilon, view, figure=_SPENT[view]).values()
-    return f", at epsilon {max(spent):.2f}" if spent and max(spent) > epsilon else ""
-
-
-def _comparisons(results: Results) -> Iterator[_Claim]:
-    """Claims that one method is not worse than another."""
-    settings = list(product((*NAMED, *UNNAMED), _ORDER, ("local", "sum")))
-    for method, other, least in (("head", PROBES, 0.0), (RECIPE, "head", 0.0), (AUTO, "head", -0.002)):
-        kind, compared = f"{method} less {other}", []
-        for name, epsilon, view in settings:
-            pair = [_by_seed(results, name, each, epsilon, view) for each in (method, other)]
-            if found := difference(pair[0], pair[1]):
-                compared.append((f"{name}, epsilon {_epsilon(epsilon)}, {view}", found))
-        if method == RECIPE and (pooled := _pooled(results, RECIPE)):
-            compared.append(("all runs of both", pooled))
-        for place, found in compared:
-            # Within one standard error of the difference, which a single seed has none of.
-            met = found.mean + (found.standard_error or 0.0) >= least
-            yield _Claim(kind=kind, place=place, least=least, found=found, met=met)
-
-
-def _pooled(results: Results, method: str) -> Estimate | None:
-    """The method less the head alone over all runs of both, which say more of a small difference than three seeds."""
-    pairs = [
-        (_by_seed(results, name, method, epsilon, view), _by_seed(results, name, "head", epsilon, view))
-        for name, epsilon, view in product(CORPORA, _ORDER, ("local", "sum"))
-    ]
-    return Estimate.of([ones[seed] - others[seed] for ones, others in pairs for seed in ones.keys() & others.keys()])
+            yield _Claim(kind=kind, place=place, least=-0.01, found=found)
 
 
 def _corpora(results: Results) -> str:
@@ -180,11 +142,10 @@ def _corpora(results: Results) -> str:
     headers = ("corpus", "method", *(f"{view}, epsilon {epsilon:g}" for view, epsilon in settings))
     figures = ("accuracy", "tfidf_accuracy", "majority_accuracy")
     outside = [[_estimate(results, name, BASELINES, None, figure=figure) for figure in figures] for name in corpora]
-    plain = [(name, *map(bare, found)) for name, found in zip(corpora, outside, strict=True)]
+    plain = [(name, *map(bare, found)) for name, found in zip(corpora, outside, strict=True) if any(found)]
     known += [each for found in outside for each in found]
     names = ("without privacy", "linear probe", "TF-IDF", "largest class")
-    parts = (table(headers, rows), table(names, plain), f"{errors(known)} {_skewed(results)}")
-    return "\n\n".join(parts)
+    return "\n\n".join((table(headers, rows), table(names, plain), f"{errors(known)} {_skewed(results)}"))
 
 
 def _skewed(results: Results) -> str:
@@ -195,8 +156,8 @@ def _skewed(results: Results) -> str:
         if one and other:
             apart.append(abs(one.mean - other.mean))
     probes = (f"{shown(_estimate(results, _SKEWED, PROBES, epsilon))} at epsilon {epsilon:g}" for epsilon in (2.0, 8.0))
-    most = f"at most {max(apart):.3f}" if apart else "not run"
-    return f"{_SKEWED} less iid: {most} either way, but {PROBES} reach {' and '.join(probes)}."
+    most = f"at most {max(apart):.3f} either way, but {PROBES} reach {' and '.join(probes)}" if apart else "not run"
+    return f"{_SKEWED} less iid: {most}."
 
 
 def _budgets(results: Results) -> str:
@@ -211,7 +172,7 @@ def _budgets(results: Results) -> str:
             if step and step.mean + 2 * (step.standard_error or 0.0) < 0:
                 falls.append(f"{name}, {view}, {_epsilon(epsilon)}: {step.text(sign=True, usual=_BUDGET_SEEDS)}")
         if view == "local":
-            rows.append((name, *(_mean(Estimate.of(each.values())) for each in found)))
+            rows.append((name, *(bare(Estimate.of(each.values()), usual=_BUDGET_SEEDS) for each in found)))
         if end := _end(results, name, view):
             ends.append((f"{name}, {view}", end))
     parts = [f"Falls beyond two standard errors, of both views: {'; '.join(falls) or 'none'}."]
@@ -220,13 +181,6 @@ def _budgets(results: Results) -> str:
         told = worst.text(sign=True, usual=_BUDGET_SEEDS)
         parts.append(f"Last less best round at epsilon 8: at worst {told}, {place}.")
     return f"{table(('local epsilon', *map(_epsilon, BUDGETS)), rows)}\n\n{' '.join(parts)}"
-
-
-def _mean(found: Estimate | None) -> str:
-    """Without its error, which differences from one budget to the next share."""
-    if found is None:
-        return "not run"
-    return f"{found.mean:.3f}" + (f" ({found.num_runs} runs)" if found.num_runs != _BUDGET_SEEDS else "")
 
 
 def _end(results: Results, name: str, view: str) -> Estimate | None:
@@ -240,26 +194,28 @@ def _end(results: Results, name: str, view: str) -> Estimate | None:
 
 def _many(results: Results) -> str:
     """The head alone and LoRA, by the number of records."""
-    rows, narrow, secure, known = [], [], [], list[Estimate | None]()
-    settings = [(name, "sum", 8.0) for name in SIZES] + [(NAMED[-1], *each) for each in _WITH_LORA]
-    for name, view, epsilon in settings:
+    rows, known = [], list[Estimate | None]()
+    for name, view, epsilon in [(name, "sum", 8.0) for name in SIZES] + [(NAMED[-1], *each) for each in _WITH_LORA]:
         head, auto = (_by_seed(results, name, method, epsilon, view) for method in ("head", AUTO))
         found = [Estimate.of(each.values()) for each in (head, auto)]
         known += found
-        rows.append((name, view, f"{epsilon:g}", *map(bare, found), shown(difference(auto, head), sign=True)))
-        if gain := difference(_by_seed(results, name, NARROW, epsilon, view), head):
-            narrow.append(f"{name}, {view}, {gain.text(sign=True)}")
-        if own := _estimate(results, name, SECURE, epsilon, view):
-            secure.append(f"{view}, epsilon {epsilon:g}, {own.text()}{_spent(results, SECURE, epsilon, view)}")
+        if any(found):
+            rows.append((name, view, f"{epsilon:g}", *map(bare, found), shown(difference(auto, head), sign=True)))
     plain = {method: _estimate(results, NAMED[-1], method, None) for method in (PLAIN_LORA, PLAIN_WEIGHTS)}
-    public = [f"{method} {found.text()}" for method, found in plain.items() if found]
-    told = (
-        f"{errors(known)} {NARROW} less head: {'; '.join(narrow) or 'not run'}.",
-        f"{SECURE}, all rows: {'; '.join(secure) or 'not run'}.",
-        f"Not private, all rows: {', '.join(public) or 'not run'}.",
-    )
-    headers = ("records", "view", "epsilon", "head", AUTO, f"{AUTO} less head")
-    return "\n\n".join((table(headers, rows), *told))
+    public = ", ".join(f"{method} {found.text()}" for method, found in plain.items() if found)
+    told = f"\n\n{errors(known)} Not private, all rows: {public or 'not run'}." if rows else ""
+    return table(("records", "view", "epsilon", "head", AUTO, f"{AUTO} less head"), rows) + told
+
+
+def _overlaps(results: Results) -> str:
+    """The share of each corpus's test records that its training records tell, and how many are left."""
+    rows = []
+    for name in [*NAMED[:1], *NAMED[3:], *UNNAMED]:
+        figures = ("num_test", "num_left", "num_train", "within", "equal", "near")
+        found = [_estimate(results, name, OVERLAP, None, figure=figure) for figure in figures]
+        if all(found):
+            rows.append((name, *(f"{each.mean:,.0f}" for each in found[:3] if each), *map(bare, found[3:])))
+    return table(("corpus", "test records", "left", "training records", "within", "equal", "near"), rows)
 
 
 def _ingredients(results: Results) -> str:
@@ -320,13 +276,9 @@ def main() -> None:
     """Do one step of the study."""
     own = parser(__doc__, "utility")
     own.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=SEEDS)
-    own.add_argument("--finished", type=Path, nargs="+", metavar="RUN", help="folders of runs that are done")
     arguments = own.parse_args()
     if arguments.step == "tables":
         write(arguments.page, arguments.runs)
-        return
-    if arguments.finished:
-        keep_finished(arguments.runs, arguments.finished)
         return
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.WARNING)

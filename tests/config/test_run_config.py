@@ -207,6 +207,20 @@ def test_free_answers_are_learned_behind_what_the_layers_read_where_b_alone_is_t
     assert parse({"prompt_column": "q", "response_column": "a", **given}).factors == factors
 
 
+@pytest.mark.parametrize(
+    ("given", "every"),
+    [
+        ({}, 1),
+        ({"train": "auto"}, 4),
+        ({"train": "auto", "evaluate_every": 1}, 1),
+        ({"train": "auto", "evaluate_every": "by recipe"}, 4),
+        ({"train": "auto", "aggregation": "dp-lora"}, 1),
+    ],
+)
+def test_where_r_may_be_trained_the_model_is_tested_every_fourth_round_unless_told_otherwise(given, every):
+    assert parse(given).evaluate_every == every
+
+
 @pytest.mark.parametrize("answers", [5, "[no", [1, 2]])
 def test_answers_that_are_no_texts_are_refused_by_name(answers):
     with pytest.raises(InputError, match=r"^answers = "):
@@ -223,7 +237,7 @@ def test_pyproject_lists_every_key_with_its_default_for_flower():
     assert other == parse({"recipe": "per-sample", "engine": "flower"})
     # What only other keys leave open: a task, a unit, a batch size, what secure sums need, and other recipes'.
     not_in_it = ("task", "unit", "batch_size", "min_clients", "mechanism", "privacy_view", "clipping", "partition")
-    not_in_it += ("max_length", "aggregation", "server_learning_rate", "factors", "prompt_template")
+    not_in_it += ("max_length", "aggregation", "server_learning_rate", "factors", "prompt_template", "evaluate_every")
     assert [key for key in KEYS if getattr(other, key) != getattr(parse(listed), key)] == [
         key for key in KEYS if listed[key] == BY_RECIPE and key not in not_in_it
     ]

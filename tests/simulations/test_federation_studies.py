@@ -16,8 +16,6 @@ from fedpriv.learning.training._caches import Body
 from fedpriv.learning.training.workbench import forget, workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
-from server.observer import LogObserver
-from simulations.engines import federation
 from simulations.studies import _colluders as colluders
 from simulations.studies import _utility_cells as run
 from simulations.studies import corpora
@@ -80,23 +78,48 @@ def test_a_cell_is_a_federation_within_its_epsilon_and_is_run_once(tiny, tmp_pat
     assert (tmp_path / RUNS).read_bytes() == before
 
 
-def test_a_finished_run_is_a_line_if_it_is_the_run_of_a_cell(tmp_path, tiny_bert, table):
-    values = {"model": str(tiny_bert), "layers": "last-1", "rank": 4, "max_length": 16, "rounds": 2, "train": "auto"}
-    values |= {"data": str(table), "partition": "iid", "num_clients": 5, "delta": 1e-5, "target_epsilon": 8.0}
-    values |= {"comparison": False, "baselines": False, "public_data": True, "out": str(tmp_path / "run"), "seed": 1}
-    federation.run(parse(values), LogObserver())
-    with pytest.raises(InputError, match=r"differs in max_length, model, data$"):
-        run.keep_finished(tmp_path / RUNS, [tmp_path / "run"])
-    config = tmp_path / "run" / "config.toml"
-    text = config.read_text().replace(str(tiny_bert), "all-MiniLM-L6-v2").replace("max_length = 16", "max_length = 64")
-    config.write_text(text.replace(str(table), "sst2_train.csv.gz"))
-    for _ in range(2):
-        run.keep_finished(tmp_path / RUNS, [tmp_path / "run"])
-    (line,) = lines(tmp_path / RUNS)
-    assert line["key"] == "SST-2 all rows/auto, secure noise/8/local/1"
-    assert 7.5 < line["epsilon_local_max"] <= 8
-    assert line["accuracies"][-1] == line["accuracy"]
-    assert line["software"].keys() >= {"fedpriv", "torch"}
+def frame(texts):
+    return pd.DataFrame({"text": texts, "label": ["0"] * len(texts)})
+
+
+@pytest.mark.parametrize("shared", [0, 3, 40])
+def test_the_nearest_text_is_that_of_plain_sets(shared):
+    rng = np.random.default_rng(shared)
+    texts, others = ([" ".join(rng.choice(WORDS[:4], 7)) for _ in range(number)] for number in (300, 50))
+    others += [f"{text.upper()}!" for text in texts[:shared]] + ["a"]
+    texts.append("A")
+
+    def runs(text):
+        split = text.lower().replace("!", "").split()
+        return {tuple(split[i : i + 3]) for i in range(max(1, len(split) - 2))}
+
+    expected = [max(len(runs(t) & runs(o)) / len(runs(t) | runs(o)) for o in others) for t in texts]
+    np.testing.assert_allclose(corpora.nearest(texts, others), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_near_copies_of_what_is_trained_on_are_not_tested(has_copies, monkeypatch, tmp_path):
+    train = frame(["Of eyes, ears and noses alike.", "one two three"])
+    test = frame(["of eyes ears and noses -- alike", "of eyes, ears and noses", "of eyes", "one two three four"])
+    corpus = Corpus(frames=lambda *_: (train, test), has_copies=has_copies)
+    monkeypatch.setitem(corpora.CORPORA, "tiny", corpus)
+    kept, tested = corpora.apart("tiny", tmp_path, 0)
+    assert list(kept["text"]) == list(train["text"])
+    assert list(tested["text"]) == list(test["text"])[1 * has_copies :], "three of four runs are no copy"
+
+
+def test_of_phrases_whole_sentences_are_tested_and_no_part_of_these_is_trained_on(monkeypatch, tmp_path):
+    train = ["A good film", "good film", "a good film with a bad end", "the end", "with", "bad acting"]
+    test = ["good film", "It is a good film .", "it is a good film", "bad", "a bad end and worse acting"]
+    monkeypatch.setitem(
+        corpora.CORPORA, "tiny", Corpus(frames=lambda *_: (frame(train), frame(test)), are_phrases=True, most=2)
+    )
+    kept, tested = corpora.apart("tiny", tmp_path, 0)
+    assert list(tested["text"]) == ["It is a good film .", "a bad end and worse acting"]
+    assert len(kept) == 2
+    assert {*kept["text"]} < {"a good film with a bad end", "the end", "with", "bad acting"}
+    shares = corpora.overlap("tiny", tmp_path, 0)
+    assert shares == {"num_test": 5, "within": 0.4, "equal": 0.2, "near": 0.2, "num_train": 2, "num_left": 2}
 
 
 @pytest.mark.slow
@@ -180,11 +203,24 @@ def test_what_was_missed_is_stated_and_what_was_not_run_is_printed(tmp_path, cap
         append(tmp_path / RUNS, each)
     tables.write(tmp_path / "page.md", tmp_path / RUNS)
     page = " ".join((tmp_path / "page.md").read_text().split())
-    assert "| recipe less head | >= 0 | **0 of 2** | -0.080 ± 0.005 (2 runs) | embedded, epsilon 2, local |" in page
-    assert "recipe less head over all 2 pairs of runs: -0.0800 ± 0.0050." in page
+    assert "| recipe less head | >= 0 | **0 of 1** | -0.080 ± 0.005 (2 runs) | embedded, epsilon 2, local |" in page
     assert "| embedded | head | 0.780 (2 runs) | | | |" in page
     assert "Standard errors are at most 0.005. " in page
-    assert "Not run: head, local, 97 of 99; " in capsys.readouterr().out
+    assert "; head, local, 97 of 99; " in capsys.readouterr().out
+
+
+def test_a_head_too_far_below_the_probe_is_a_claim_that_is_missed(tmp_path):
+    for corpus, head in (("Adult in sentences", 0.786), ("MedQuAD source of answer", 0.784)):
+        append(tmp_path / RUNS, line("head", head, epsilon=8.0, corpus=corpus))
+        outside = {"tfidf_accuracy": 0.7, "majority_accuracy": 0.5}
+        append(tmp_path / RUNS, {**line("baselines", 0.8, epsilon=None, corpus=corpus), **outside})
+    shares = {"within": 0.042, "equal": 0.04, "near": 0.055, "num_test": 1200, "num_left": 1134, "num_train": 4800}
+    append(tmp_path / RUNS, {**line("overlap", 0.0, epsilon=None, corpus="Adult in sentences"), **shares})
+    tables.write(tmp_path / "page.md", tmp_path / RUNS)
+    page = " ".join((tmp_path / "page.md").read_text().split())
+    assert "| head less probe | >= -0.015 | **1 of 2** | -0.016 (one seed) | MedQuAD source of answer," in page
+    row = "| Adult in sentences | 1,200 | 1,134 | 4,800 | 0.042 (one seed) | 0.040 (one seed) | 0.055 (one seed) |"
+    assert row in page
 
 
 def test_a_budget_at_which_accuracy_falls_for_certain_is_named(tmp_path):

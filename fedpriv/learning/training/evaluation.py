@@ -135,11 +135,8 @@ def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = Fa
         raise ValueError("evaluation needs at least one record")
     if not len(records.labels):
         return _of_causal_model(model, items, records.choices)
-    hits = losses = 0.0
-    right = np.zeros(len(records), dtype=np.bool_)
-    labels: list[int] = []
-    predicted: list[int] = []
-    num_classes = 0
+    losses, right = 0.0, np.zeros(len(records), dtype=np.bool_)
+    labels, predicted = list[int](), list[int]()
     for positions in passes_by_length(items):
         indices = [items[position][1] for position in positions]
         if keep_features:
@@ -148,14 +145,13 @@ def evaluate(model: TrainingModel, records: Records, *, keep_features: bool = Fa
             logits, batch = model.logits(records.items(indices), cached=True)
         predicted_well = predictions(logits, batch)
         losses += float(predicted_well.losses.double().sum())
-        hits += float(predicted_well.hits.double().sum())
         right[indices] = predicted_well.hits.cpu().numpy() > 0
         num_classes = logits.shape[-1]
         labels += batch["labels"].tolist()
         predicted += logits.argmax(dim=-1).tolist()
         model.tell(TESTING, len(labels), len(items))
     return Evaluation(
-        accuracy=hits / len(items),
+        accuracy=float(right.sum() / len(items)),
         loss=losses / len(items),
         confusion=confusion_matrix(labels, predicted, num_classes),
         right=right,
