@@ -295,7 +295,11 @@ class _Sliced(torch.autograd.Function):
             of_hits.append(found[1])
             if gradient is not None:
                 gradient[at] = found[2]
-        losses, hits = (_means(torch.cat(of_targets), counts) for of_targets in (of_losses, of_hits))
+        # Divided once, after the sum: shares of hits that are added up may round to more than 1.
+        losses, hits = (
+            torch.stack([own.sum() / max(1, len(own)) for own in torch.cat(of_targets).split(list(counts))])
+            for of_targets in (of_losses, of_hits)
+        )
         ctx.mark_non_differentiable(hits)
         ctx.save_for_backward(gradient)
         return losses, hits
@@ -304,12 +308,6 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * of_outputs[0][:, None, None].to(gradient.dtype), None, None, None
-
-
-def _means(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """[rows] The mean of each row's values, of which it has so many; zero for one without any."""
-    # Divided once, after the sum: shares of hits that are added up may round to more than 1.
-    return torch.stack([own.sum() / max(1, len(own)) for own in values.split(list(counts))])
 
 
 def block_losses(

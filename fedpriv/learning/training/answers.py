@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedpriv.config import DataSection
 from fedpriv.learning.adapters import Adapter, Merged, lora
 from fedpriv.learning.data import turns_of
 from fedpriv.learning.data.records import usable
@@ -73,12 +72,6 @@ def read(model: _CausalModel, prompts: Sequence[Tokens]) -> Reading:
     rows = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return _pass(model, torch.tensor(rows), mask.to(model.device), None)
-
-
-def _read_on(model: _CausalModel, reading: Reading, tokens: Tensor) -> Reading:
-    """The model after reading further tokens, int64 [rows, further]; the earlier reading is of no use any more."""
-    mask = torch.cat([reading.attention_mask, torch.ones_like(tokens, device=model.device)], dim=1)
-    return _pass(model, tokens, mask, reading.states)
 
 
 def _pass(model: _CausalModel, tokens: Tensor, mask: Tensor, states: Any) -> Reading:
@@ -153,7 +146,8 @@ def _greedy(model: _CausalModel, prompts: list[Tokens], max_new_tokens: int, end
                 answers[row].append(token)
                 ended[row] = len(answers[row]) >= room[row]
         if not all(ended):
-            reading = _read_on(model, reading, chosen.unsqueeze(1))
+            mask = torch.cat([reading.attention_mask, torch.ones_like(chosen, device=model.device)[:, None]], dim=1)
+            reading = _pass(model, chosen.unsqueeze(1), mask, reading.states)
     return [tuple(answer) for answer in answers]
 
 
@@ -173,7 +167,10 @@ def first_questions(bench: Workbench, num: int, records: Sequence[int] | None = 
         prompt, response = prompt_and_response(item)
         if prompt and response and len(found) < num:
             _, index = item
-            found.setdefault(prompt, (_in_words(bench.config, bench.data.test.texts[index]), response))
+            text = bench.data.test.texts[index]
+            if bench.config.messages_column:  # what was said before the response, a line for each turn
+                text = "\n".join(f"{role}: {said}" for role, said in turns_of(text))
+            found.setdefault(prompt, (text, response))
     return Questions(
         texts=[text for text, _ in found.values()],
         prompts=list(found),
@@ -196,8 +193,3 @@ def answers_to(
         on_answered=on_answered,
     )
     return [text_of(bench.base.tokenizer, answer) for answer in answers]
-
-
-def _in_words(config: DataSection, text: str) -> str:
-    """The question of a record: its prompt, or what was said before its response, a line for each turn."""
-    return "\n".join(f"{role}: {said}" for role, said in turns_of(text)) if config.messages_column else text

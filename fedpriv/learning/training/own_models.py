@@ -100,7 +100,7 @@ class OwnModel:
             raise InputError("module: trains no parameter; a layer, such as a Linear one, must require gradients")
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.layout = VectorLayout.of(shapes, [list(shapes)])
-        if num_records(public) < _FEWEST or not _differ(public):
+        if num_records(public) < _FEWEST or not any(bool((leaf != leaf[:1]).any()) for leaf in tree_leaves(public)):
             raise InputError(f"public: {num_records(public)} records; must be >= {_FEWEST}, and not all equal")
         self.device = next(iter(self.parameters.values())).device
         self.public = tree_map(lambda tensor: tensor.to(self.device), public)
@@ -195,7 +195,8 @@ class OwnModel:
         """Refuse the module if its records touch each other."""
         num = min(_MOST, num_records(self.public))
         finite = rows_of(self.public, range(num))
-        pool = tree_map(lambda tensor: torch.cat([tensor, _not_finite(tensor)]), finite)
+        # Records that no arithmetic hides.
+        pool = tree_map(lambda t: torch.cat([t, t * torch.nan if t.is_floating_point() else t]), finite)
         records, turned, broken = list(range(num)), [*range(1, num), 0], list(range(num, 2 * num))
 
         def together(items: Sequence[int]) -> Tensor:
@@ -309,16 +310,6 @@ def private_step(
     for name, parameter in model.parameters.items():
         parameter.grad = gradient[name].to(parameter.dtype)
     return gradient, event
-
-
-def _differ(batch: Batch) -> bool:
-    """Whether some record differs from the first one."""
-    return any(bool((leaf != leaf[:1]).any()) for leaf in tree_leaves(batch))
-
-
-def _not_finite(tensor: Tensor) -> Tensor:
-    """Records that no arithmetic hides, where the tensor has floating-point values."""
-    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -196,7 +196,11 @@ def trainable_layers(model: nn.Module, kinds: Collection[type[nn.Module]] = (nn.
                 f"gradient here; freeze it, or {next(fitting, f'train {known} layers alone')}"
             )
         if isinstance(module, nn.Embedding):
-            _refuse_coupling_options(name, module)
+            for option in ("max_norm", "scale_grad_by_freq"):
+                if value := getattr(module, option):
+                    raise ValueError(
+                        f"{name}: {option} = {value} lets a record's tokens change those of others; leave it out"
+                    )
         if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(
                 f"{name}: has hooks or a forward pass of its own, which its per-sample gradient would miss"
@@ -209,14 +213,6 @@ def trainable_layers(model: nn.Module, kinds: Collection[type[nn.Module]] = (nn.
             else None,
         )
     return layers
-
-
-def _refuse_coupling_options(name: str, module: nn.Embedding) -> None:
-    """Refuse options by which one record's tokens change the rows or the gradients of others."""
-    for option in ("max_norm", "scale_grad_by_freq"):
-        value = getattr(module, option)
-        if value:
-            raise ValueError(f"{name}: {option} = {value} lets a record's tokens change those of others; leave it out")
 
 
 def _refuse_output_embeddings(model: nn.Module) -> None:

@@ -101,17 +101,13 @@ def counted(model: TrainedModel, task: UpdateTask) -> ClientUpdate:
     Raises:
         ValueError: the task does not fit, as `UpdateTask.event` and `check_fits` say, which belong before the charge.
     """
-    exact = count(model, task.adapter, task.merged, task.data, _counted_together(task)) if len(task.data) else NO_COUNTS
+    most, records = task.spec.max_records_per_person, cast("Records", task.data)  # persons are known of these alone
+    units = task.sampler.some_of_each(records, range(records.num_units), most) if most else None
+    exact = count(model, task.adapter, task.merged, records, units) if len(records) else NO_COUNTS
     sums, event = noised(exact, task.spec, task.noise)
     if event != task.event:
         raise RuntimeError(f"the evaluation cost {event}, but {task.event} was planned and charged")
     return ClientUpdate(adapter=task.adapter, event=event, num_records=task.sampler.num_registered, noised=sums)
-
-
-def _counted_together(task: UpdateTask) -> list[list[int]] | None:
-    """The records that count of each person, as units; None where the unit is the record."""
-    most, records = task.spec.max_records_per_person, cast("Records", task.data)  # persons are known of these alone
-    return task.sampler.some_of_each(records, range(records.num_units), most) if most else None
 
 
 def count(

@@ -147,7 +147,11 @@ def rehearse(
     size = sampler.expected_batch_size
     # Without room for the caches all takes longer.
     machine = cached, num_cached if cached else 0, model.num_workers
-    computed = (shapes, products, _without_values(short), size, max_length, num_labels, tuple(features), machine)
+    # All that decides how an update is computed, but its values: one record shows whether it fails at those.
+    of_any_values = replace(
+        short, learning_rate=0.0, weight_decay=0.0, clip_norm=0.0, noise_multiplier=0.0, relevance_threshold=0.0
+    )
+    computed = (shapes, products, of_any_values, size, max_length, num_labels, tuple(features), machine)
     exact = (computed, short)
     known = _rehearsed.setdefault(model, {})
     if exact in known:
@@ -305,13 +309,6 @@ def random_records(
     columns["input_ids"] = tuple(torch.randint(vocabulary, (length,), generator=generator) for length in lengths)
     labels = torch.randint(num_labels, (len(lengths),), generator=generator) if num_labels else torch.empty(0)
     return Records(columns, labels.to(torch.int64), pad_token_id=model.peft_model.config.pad_token_id or 0)
-
-
-def _without_values(spec: UpdateSpec) -> UpdateSpec:
-    """All that decides how an update is computed, but its values: one record shows whether it fails at those."""
-    return replace(
-        spec, learning_rate=0.0, weight_decay=0.0, clip_norm=0.0, noise_multiplier=0.0, relevance_threshold=0.0
-    )
 
 
 def _tasks(
