@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,10 +30,8 @@ from fedpriv.errors import InputError
 from fedpriv.texts import printable
 
 if TYPE_CHECKING:
-    from fedpriv.models.dedup.planning import DedupSettings
     from fedpriv.models.dedup.validation import Evaluator
     from fedpriv.models.dedup.work import Observer, Outcome, Progress
-    from fedpriv.models.variants.composition import Upload
     from fedpriv.models.variants.folders import Described
 
 
@@ -98,12 +97,13 @@ def plan(
 
     Example: fedpriv dedup plan variants --strategy multi
     """
-    from fedpriv.models.dedup import planning
+    from fedpriv.models.dedup import DedupSettings, planning
     from fedpriv.models.dedup.algorithms import LOSSLESS
     from fedpriv.models.variants import blocks, folders
     from fedpriv.runs.figures import format_bytes
 
-    settings = _settings(algorithm=algorithm, strategy=strategy, fairness=fairness, max_distance=max_distance)
+    how: dict[str, Any] = {"strategy": strategy, "fairness": fairness, "max_distance": max_distance}
+    settings = DedupSettings(algorithm=algorithm, **how)
     if algorithm == LOSSLESS:
         raise InputError(f"algorithm = {algorithm!r}: stores every variant as it is, at its own epsilon; just run it")
     where = _described(folder, epsilon_bound, utility_bound)
@@ -173,6 +173,9 @@ def run(
         typer.Option(help="Test records of the run for validation; 0 for all; by default its dedup_records.", min=0),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Which of them; by default the run's seed.", min=0)] = None,
+    workers: Annotated[
+        int, typer.Option(help="Processes that search targets on public records side by side.", min=1)
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Store all variants, replacing as many of their blocks by blocks of their bases as validation accepts.
@@ -190,7 +193,7 @@ def run(
     Example: fedpriv dedup add later/variants store --evaluator RUN
     """
     from fedpriv.config import parse_overrides
-    from fedpriv.models.dedup import pipeline
+    from fedpriv.models.dedup import DedupSettings, pipeline
     from fedpriv.models.dedup.algorithms import LOSSLESS
     from fedpriv.models.variants.store import Store
     from fedpriv.runs import RunWriter
@@ -200,14 +203,13 @@ def run(
     described = _described(folder, epsilon_bound, utility_bound)
     variants, read = list(described.values()), _reader(described)
     options = parse_overrides(option or [])
-    settings = _settings(
-        strategy=strategy,
-        fairness=fairness,
+    how: dict[str, Any] = {"strategy": strategy, "fairness": fairness, "acceptance": acceptance}
+    settings = DedupSettings(
+        **how,
         max_distance=max_distance,
         algorithm=algorithm,
         aggregation=aggregation,
         metric=distance,
-        acceptance=acceptance,
         cutoff=options.pop("cutoff", None),
         block_size=block_size or _fitting(variants, read, store),
         options=options,
@@ -219,7 +221,9 @@ def run(
         pipeline.check(variants, read, store, settings)
         judged = ({}, "", None) if algorithm == LOSSLESS else _evaluators(folder, variants, evaluator, chosen)
         evaluators, evaluation, judge = judged
-        with pipeline.private_queries(evaluators, validation_epsilon, ledger) as private, Store(store) as opened:
+        queries = pipeline.private_queries(evaluators, validation_epsilon, ledger)
+        apart = pipeline.searchers(workers, partial(_again, folder, described, evaluator, chosen))
+        with queries as private, Store(store) as opened, apart as searchers:
             outcomes = pipeline.deduplicate(
                 variants,
                 read,
@@ -230,6 +234,7 @@ def run(
                 evaluation=evaluation,
                 observer=observer,
                 adding=adding,
+                apart=searchers,
             )
             answers = judge.answers_side_by_side(outcomes, read, opened.tensors) if judge else []
             summary = {
@@ -281,16 +286,17 @@ def import_(
 
     Example: fedpriv dedup import adapters/* --store store --ledger node.sqlite --client 2
     """
-    from fedpriv.models.dedup import pipeline
+    from fedpriv.models.dedup import DedupSettings, pipeline
     from fedpriv.models.dedup.algorithms import LOSSLESS
-    from fedpriv.models.variants import folders
+    from fedpriv.models.variants import composition, folders
     from fedpriv.models.variants.store import Store, check_name
 
     if public and (ledger or client):
         raise InputError("public: says that nobody's records went into them; leave out --ledger and --client")
     if (ledger is None) != (not client):
         raise InputError("ledger, client: whose releases went into them takes both")
-    uploads, deltas = _charged(ledger, client) if ledger else (frozenset() if public else None, dict[str, float]())
+    unledgered = frozenset[composition.Upload]() if public else None, dict[str, float]()
+    uploads, deltas = composition.charged(ledger, client) if ledger else unledgered
     where: dict[str, Path] = {}
     found: dict[str, tuple[Described, str]] = {}
     for path in adapters:
@@ -301,7 +307,7 @@ def import_(
         where[described.name], found[described.name] = path, (described, reason)
     variants = [described for described, _ in found.values()]
     read = _reader({path: found[name][0] for name, path in where.items()})
-    settings = _settings(algorithm=LOSSLESS, block_size=_fitting(variants, read, store))
+    settings = DedupSettings(algorithm=LOSSLESS, block_size=_fitting(variants, read, store))
     pipeline.check(variants, read, store, settings)
     with Store(store) as opened:
         outcomes = pipeline.deduplicate(variants, read, {}, opened, settings)
@@ -311,29 +317,6 @@ def import_(
     lines += [f"{name}: not served, {reason}" for name, reason in unserved.items()]
     lines.append(f"{sizes['bytes_stored']} of {sizes['bytes_logical']} bytes stored; next: fedpriv serve {store}")
     return Result({"variants": [asdict(each) for each in outcomes], "unserved": unserved, **sizes}, lines)
-
-
-def _charged(path: Path, client: str) -> tuple[frozenset[Upload], dict[str, float]]:
-    """All releases of the runs that a client took part in, and {data set: its delta}; InputError if there are none."""
-    from fedpriv.models.variants.composition import uploads_of
-    from fedpriv.privacy.ledger import reader, statement
-
-    with reader.reading(path) as db:
-        reader.verify_with_head(db, path)
-        own = statement.of_client(db, path, client, reader.holder_names(db, path, None))
-        known = {data_set.id: data_set for data_set in db.data_sets()}
-        runs = {record.run for data_set in own for record in db.runs(data_set.id)}
-        uploads = [each for run in runs for id_ in known for each in uploads_of(id_, db.releases_of(id_, run))]
-        deltas = {each.data_set: known[each.data_set].delta for each in uploads}
-        lost = [id_ for id_ in deltas if not db.is_known_in_full(id_)]
-        seeded = [r.run for id_ in deltas for r in db.runs(id_) if r.run in runs and r.noise_source != "secure"]
-    if lost:
-        raise InputError(f"ledger = {str(path)!r}: lacks releases of data set {lost[0]}, so no epsilon follows from it")
-    if seeded:
-        raise InputError(f"ledger = {str(path)!r}: the noise of run {seeded[0]} was seeded, which protects nobody")
-    if not uploads:
-        raise InputError(f"client = {client!r}: {path} has no release of this client; --public is for public data")
-    return frozenset(uploads), deltas
 
 
 @command(app)
@@ -410,7 +393,7 @@ def remove(
 
     Example: fedpriv dedup remove store round-10 --originals RUN/variants
     """
-    from fedpriv.models.dedup import pipeline
+    from fedpriv.models.dedup import DedupSettings, pipeline
     from fedpriv.models.variants import stored
     from fedpriv.models.variants.store import Store
 
@@ -421,7 +404,7 @@ def remove(
             described = {p: v for p, v in _described(originals, None, None).items() if v.name in opened.names}
             variants, read = list(described.values()), _reader(described)
             size = _fitting(variants, read, store)
-            settings = _settings(algorithm=algorithm, fairness="outcome", block_size=size)
+            settings = DedupSettings(algorithm=algorithm, fairness="outcome", block_size=size)
             evaluators, evaluation, _ = _evaluators(originals, variants, evaluator)
             rebased = pipeline.rebase(opened, names, variants, read, evaluators, settings, evaluation=evaluation)
         else:
@@ -474,6 +457,13 @@ def _evaluators(
     return {name: each for name, each in given.items() if name in names}, evaluator, None
 
 
+def _again(
+    folder: Path, described: Mapping[Path, Described], evaluator: str, chosen: tuple[int | None, int | None, str]
+) -> tuple[Callable[[str], dict[str, Any]], dict[str, Evaluator]]:
+    """The reader and the evaluators of a run of deduplication, in another process."""
+    return _reader(described), _evaluators(folder, list(described.values()), evaluator, chosen)[0]
+
+
 def _short(text: str) -> str:
     """The beginning of a text, in one line."""
     return printable(textwrap.shorten(text, 100, placeholder=" ..."))
@@ -515,15 +505,6 @@ def _utility(outcome: Outcome) -> str:
         return f"{figures} of the {outcome.num_records} records of the search, {marked}, "
     most = f"at most {format_bound(outcome.loss_limit)}" if outcome.loss_limit > 0 else "none"
     return f"{figures} of {outcome.num_records} records, a loss of {most}, "
-
-
-def _settings(**values: Any) -> DedupSettings:
-    """The settings of a run, if its algorithm knows all of its options and takes their values."""
-    from fedpriv.models.dedup.planning import DedupSettings, check_options
-
-    settings = DedupSettings(**values)
-    check_options(settings)
-    return settings
 
 
 def _described(folder: Path, epsilon_bound: float | None, utility_bound: float | None) -> dict[Path, Described]:

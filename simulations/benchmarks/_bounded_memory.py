@@ -3,7 +3,7 @@
 A control group counts the pages of files that its processes bring into the system's cache, so the bound also limits
 what that cache can do for them. A bound on the address space does not.
 
-The system's page cache itself is observed and emptied here too.
+The system's page cache itself is observed and emptied here too, and a second group makes a disk as slow as asked.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import resource
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
+from fedpriv.errors import InputError
+
 _NUM_TRIES, _PAUSE_SECONDS = 100, 0.02
+_BLOCK_IO = Path("/sys/fs/cgroup/blkio")  # of version 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +63,12 @@ class Group:
     Attributes:
         path: its folder.
         version: 1 or 2.
+        slow: the folder of one that reads slowly; None if the disk is as it is.
     """
 
     path: Path
     version: int
+    slow: Path | None = None
 
 
 @contextmanager
@@ -80,13 +85,40 @@ def temporary_group(proc: Path = Path("/proc/self")) -> Iterator[Group | None]:
         yield group
     finally:
         if group is not None:
-            _remove(group)
+            _remove(group.path)
+
+
+@contextmanager
+def slowed(group: Group | None, folder: Path, bytes_per_second: float | None) -> Iterator[Group | None]:
+    """The group, in which a folder's disk reads at most so fast, cache apart; as it is for None.
+
+    Raises:
+        InputError: there is no group, or none of this system slows the disk.
+    """
+    if bytes_per_second is None:
+        yield group
+        return
+    if group is None:
+        raise InputError(f"disk = {bytes_per_second / 1e6:g} MB/s: takes a control group, and none can be made here")
+    device, path = folder.stat().st_dev, _BLOCK_IO / f"fedpriv-bench-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        path.mkdir()
+        limit = f"{os.major(device)}:{os.minor(device)} {bytes_per_second:.0f}"
+        (path / "blkio.throttle.read_bps_device").write_text(limit)
+    except OSError as error:
+        _remove(path)
+        raise InputError(f"disk = {bytes_per_second / 1e6:g} MB/s: no control group slows {folder} ({error})") from None
+    try:
+        yield replace(group, slow=path)
+    finally:
+        _remove(path)
 
 
 def enter(group: Group | None) -> None:
     """Move this process into the group; what it has already allocated counts where it was allocated."""
-    if group is not None:
-        (group.path / "cgroup.procs").write_text(str(os.getpid()))
+    for path in (group.path, group.slow) if group else ():
+        if path is not None:
+            (path / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def used_bytes(group: Group | None) -> int:
@@ -125,7 +157,7 @@ def _make(proc: Path) -> Group | None:
         group = Group(path, version)
         if os.access(path / _FILES[version].limit, os.W_OK) and os.access(path / "cgroup.procs", os.W_OK):
             return group
-        _remove(group)
+        _remove(path)
     return None
 
 
@@ -149,11 +181,11 @@ def _parents(proc: Path) -> Iterator[tuple[Path, int]]:
                         yield parent, 2
 
 
-def _remove(group: Group) -> None:
+def _remove(path: Path) -> None:
     for _ in range(_NUM_TRIES):  # it is busy for an instant after its last process has ended
         with suppress(FileNotFoundError):
             try:
-                group.path.rmdir()
+                path.rmdir()
             except OSError:
                 time.sleep(_PAUSE_SECONDS)
                 continue
@@ -184,6 +216,19 @@ def read_speed(path: Path) -> float:
         while count := file.readinto(piece):
             read += count
     return read / (perf_counter() - started)
+
+
+def clock() -> float:
+    """Seconds, less those in which this thread was ready and other processes had the processor, if the system says.
+
+    A disk may go on reading ahead in these, so that a busy machine shows less than an idle one.
+    """
+    path = Path("/proc/thread-self/schedstat")
+    while path.exists():
+        waited, now = path.read_text(), perf_counter()
+        if path.read_text().split()[1] == waited.split()[1]:  # else it waited in between
+            return now - int(waited.split()[1]) / 1e9
+    return perf_counter()
 
 
 def bytes_from_disk() -> int | None:

@@ -2,7 +2,6 @@
 
 Models share the memory of tensors that they have in common. Any other tensor of a model that is not in memory is built
 in place of the least recently used model's, and only the blocks in which the two differ, by their numbers, are read.
-A live model whose parameters have other names is loaded through a view of it.
 
 Blocks are read in the file's order, many at once, and nothing that is not needed. A memory map would bring in every
 page by a fault of its own or, read ahead, many that were not asked for; and pages that were not touched while a model
@@ -16,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -497,32 +496,3 @@ class _TensorMemory:
     def keep(self) -> None:
         """Note that it now holds its content."""
         self._numbers, self.intact = self.content.numbers, True
-
-
-def named_view(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A module whose state_dict has the given names, and whose parameters are the given objects.
-
-    So `StoreRegistry.load_into(view, name)` changes the live model that owns the parameters, for instance an adapter by
-    the names under which peft stores it. Keep the view for as long as the loaded weights are in use: once it is
-    gone, the registry reuses its memory for other models.
-
-    Args:
-        parameters: {dotted name: parameter}; one parameter may have several names.
-
-    Raises:
-        InputError: a name is not valid in a module: a part of it is empty, is an attribute of every module, or is
-            the full name of another parameter.
-    """
-    view = nn.Module()
-    for name, parameter in parameters.items():
-        *path, last = name.split(".")
-        module = view
-        try:
-            for part in path:
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            module.register_parameter(last, parameter)
-        except KeyError as error:
-            raise InputError(f"parameter {name!r}: cannot be in a module ({error.args[0]})") from None
-    return view.eval()

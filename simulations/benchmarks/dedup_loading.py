@@ -1,20 +1,15 @@
 """How fast variants that share blocks are loaded: a store against three ways of loading plain safetensors files.
 
     python -m simulations.benchmarks.dedup_loading [--cases cluster scattered adapters] [--queries 100] [--repeats 3]
-    python -m simulations.benchmarks.dedup_loading STORE [--files RUN/variants] [--cold] [--json]
 
-Without a store, it makes models of MiniLM's shape (22.7 million float32 values), in two cases. `cluster`: eight models
-with equal embeddings and first four layers (84 % of the values); of the blocks of 1,024 values in the rest, two thirds
-are a model's own, and so are all small tensors there. `scattered`: twelve models, in each of which a tenth of all
-blocks of 16,384 values is its own, at random. Each random query loads one of them into a built model, which then runs
-one batch.
+It makes models of MiniLM's shape (22.7 million float32 values), in two cases. `cluster`: eight models with equal
+embeddings and first four layers (84 % of the values); of the blocks of 1,024 values in the rest, two thirds are a
+model's own, and so are all small tensors there. `scattered`: twelve models, in each of which a tenth of all blocks of
+16,384 values is its own, at random. Each random query loads one of them into a built model, which then runs one batch.
 
 `adapters` is fifty small models: LoRA of MiniLM (61 kB), of whose blocks of 64 values 40 % are a model's own. A
 server reads such models once and keeps them, so both of its readers load each query's model from files that the system
 has cached, checked against its digest; safetensors' `load_file`, which checks nothing, is shown next to them.
-
-A given store is only read, and every load is checked against the variant, bit for bit. Its variants are used as
---workload says; those of a run classify a batch of the run's test records.
 
 Every arm (`ARMS`) has a process of its own, whose whole memory is bounded: by what it needs without any weights
 (Python, torch, the built models, one inference), the given memory, and 16 MiB for pages that are under way. Where a
@@ -25,7 +20,8 @@ before each cold query.
 Arms with plain files keep the most recently used models, as many as their memory holds; the maps of files stay as long
 as the system keeps their pages. Cold: no file is in the cache when the first query arrives; afterwards the system does
 what it does. The store's cold time includes opening it and allocating memory; the other arms have allocated their
-memory and read all headers beforehand. Warm: the same queries after a first pass.
+memory and read all headers beforehand. Warm: the same queries after a first pass. No time is counted in which other
+processes had the processor.
 
 Source: Guan et al. 2025, Figures 5 and 8.
 """
@@ -33,13 +29,11 @@ Source: Guan et al. 2025, Figures 5 and 8.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import pickle
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,20 +43,16 @@ import torch
 from numpy.typing import NDArray
 from transformers import BertConfig, BertModel
 
-from fedpriv import texts
-from fedpriv.errors import InputError, StoreError
-from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
-from fedpriv.models.variants import folders
+from fedpriv.errors import InputError
 from fedpriv.models.variants.blocks import BlockLayout, layout_of
 from fedpriv.models.variants.store import Store
 from simulations.benchmarks import _adapter_readers
-from simulations.benchmarks._bounded_memory import kind_of, read_speed, temporary_group
+from simulations.benchmarks._bounded_memory import kind_of, read_speed, slowed, temporary_group
 from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process
 from simulations.benchmarks._plain_files import read_header
-from simulations.benchmarks._store_registry import named_view, targets_in
+from simulations.benchmarks._store_registry import targets_in
 
 BATCH, TOKENS = 1, 16
-RECORDS_PER_QUERY = 8
 TARGETS = {("cold", "safetensors"): 10.0, ("cold", "straight"): 3.0}
 
 Kind = Literal["cold", "warm"]
@@ -110,11 +100,6 @@ class LoadingReport:
         """The same for loading and inference together."""
         return self._ratios(kind, "total_seconds")
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, including the ratios."""
-        ratios = {kind: {"load": self.load_ratios(kind), "total": self.total_ratios(kind)} for kind in KINDS}
-        return {**asdict(self), "ratios": ratios}
-
     def _ratios(self, kind: Kind, figure: str) -> dict[str, float]:
         arms = self.arms(kind)
         if "store" not in arms:
@@ -134,6 +119,8 @@ def bench(
     warm: bool = True,
     workloads: Mapping[str, Workload] | None = None,
     arms: Sequence[str] = ARMS,
+    bytes_per_second: float | None = None,
+    checked: bool = True,
 ) -> LoadingReport:
     """Measure serving random variants from a store and from plain files.
 
@@ -152,6 +139,8 @@ def bench(
             may share one. Without any, a variant is loaded as a dict of tensors, and `mmap`, which then would read
             nothing, is left out.
         arms: of `ARMS`.
+        bytes_per_second: of the disk, at most; None for what it gives.
+        checked: whether there is the untimed pass.
 
     Raises:
         InputError: there is no variant, a file is missing or has another architecture than its variant, a workload's
@@ -162,13 +151,13 @@ def bench(
         raise InputError(f"num_queries = {num_queries}: must be >= 1")
     if unknown := [arm for arm in arms if arm not in ARMS]:
         raise InputError(f"arm = {unknown[0]!r}: must be one of {', '.join(ARMS)}")
-    layouts, stored = _stored(store)
-    checked = _checked(files, layouts)
+    layouts, stored = _stored(store, checked=checked)
+    fitting = _fitting(files, layouts)
     sizes = [layout.padded_bytes for layout in layouts.values()]
     job = ArmJob(
         arm="store",
         store=store,
-        files=checked,
+        files=fitting,
         layouts=layouts,
         expected=stored,
         queries=_queries(list(layouts), num_queries, seed),
@@ -179,12 +168,12 @@ def bench(
         group=None,
     )
     _check_memory(job)
-    in_files = {name: digest(safetensors.numpy.load_file(path)) for name, path in checked.items()}
+    in_files = {name: digest(safetensors.numpy.load_file(path)) for name, path in fitting.items() if checked}
     found: dict[str, ArmFigures | str] = {}
     limited_by = ""
     for arm in arms:
         if arm != "mmap" or workloads:
-            with temporary_group() as group:
+            with temporary_group() as made, slowed(made, store, bytes_per_second) as group:
                 limited_by = kind_of(group)
                 expected = stored if arm == "store" else in_files
                 found[arm] = in_a_process(replace(job, arm=arm, expected=expected, group=group))
@@ -196,7 +185,7 @@ def bench(
         memory_bytes=job.memory_bytes,
         limited_by=limited_by,
         limit_bytes={arm: result.limit_bytes for arm, result in measured.items()},
-        disk_bytes_per_second=read_speed(next(iter(checked.values()))),
+        disk_bytes_per_second=bytes_per_second or read_speed(next(iter(fitting.values()))),
         page_cache_dropped=all(dropped) if cold else None,
         cold={arm: result.cold for arm, result in measured.items() if result.cold is not None},
         warm={arm: result.warm for arm, result in measured.items() if result.warm is not None},
@@ -217,8 +206,8 @@ def restore_all(store: Path, folder: Path) -> dict[str, Path]:
     return files
 
 
-def _stored(path: Path) -> tuple[dict[str, BlockLayout], dict[str, str]]:
-    """{variant: layout} and {variant: digest of its tensors}.
+def _stored(path: Path, *, checked: bool) -> tuple[dict[str, BlockLayout], dict[str, str]]:
+    """{variant: layout} and {variant: digest of its tensors}, of none if they are not checked.
 
     The store does not stay mapped, because that would keep it in the page cache.
     """
@@ -231,14 +220,14 @@ def _stored(path: Path) -> tuple[dict[str, BlockLayout], dict[str, str]]:
             if manifest.basis is not None:
                 raise InputError(f"variant {name!r}: is restored from a basis, without blocks that could be served")
             layouts[name] = manifest.layout
-        return layouts, {name: digest(store.tensors(name)) for name in store.names}
+        return layouts, {name: digest(store.tensors(name)) for name in store.names if checked}
 
 
 def _queries(names: Sequence[str], num_queries: int, seed: int) -> list[str]:
     return [names[number] for number in np.random.default_rng(seed).integers(len(names), size=num_queries)]
 
 
-def _checked(files: Mapping[str, Path], layouts: Mapping[str, BlockLayout]) -> dict[str, Path]:
+def _fitting(files: Mapping[str, Path], layouts: Mapping[str, BlockLayout]) -> dict[str, Path]:
     """The files of the store's variants, each checked to have its variant's architecture."""
     for name, layout in layouts.items():
         if name not in files:
@@ -279,32 +268,6 @@ class Encoding:
     def infer(self) -> None:
         """Run one batch."""
         self.model(self._tokens)
-
-
-class AdapterWorkload:
-    """A `Workload`: a run's model classifies one batch of test records with its current adapter.
-
-    Another process makes it again, since the model has hooks that cannot be pickled.
-
-    Args:
-        run: folder of the run.
-
-    Attributes:
-        model: the adapter's parameters by peft's names.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._run, self._evaluator = run, AdapterEvaluator.of_run(run)
-        self._evaluator.model.merge({})
-        self.model = named_view(self._evaluator.parameters)
-
-    def __reduce__(self) -> tuple[type[AdapterWorkload], tuple[Path]]:
-        return AdapterWorkload, (self._run,)
-
-    @torch.inference_mode()
-    def infer(self) -> None:
-        """Compute one batch from its tokens."""
-        self._evaluator.batch_logits(RECORDS_PER_QUERY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,72 +369,6 @@ def _line(name: str, arm: Arm, ratio: float | None) -> str:
     )
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """{variant: its safetensors file}."""
-    found = {}
-    for described in sorted(folder.glob("*/variant.json")):
-        tensors = sorted(described.parent.glob("*.safetensors"))
-        if len(tensors) != 1:
-            raise InputError(f"{described.parent}: holds {len(tensors)} safetensors files; a variant is one")
-        found[folders.read(described.parent).name] = tensors[0]
-    if not found:
-        raise InputError(f"files = {str(folder)!r}: holds no variants; each is a folder with a variant.json")
-    return found
-
-
-def _workloads(name: str, store: Path) -> Mapping[str, Workload]:
-    """{variant: its workload}: the named ones, or that of the run that the store belongs to, or none."""
-    made: Any
-    if name:
-        made = _result_of(name)
-    elif (store.absolute().parent / "config.toml").exists():
-        made = AdapterWorkload(store.absolute().parent)
-    else:
-        return {}
-    with Store(store, read_only=True) as opened:
-        workloads = made if isinstance(made, Mapping) else dict.fromkeys(opened.names, made)
-    for workload in workloads.values():
-        if missing := [part for part in ("model", "infer") if not hasattr(workload, part)]:
-            raise InputError(f"workload = {name!r}: what it returns has no {missing[0]}; see `Workload`")
-    return workloads
-
-
-def _result_of(name: str) -> Any:
-    """Call MODULE:FUNCTION; the working directory is searched for the module first."""
-    module, _, function = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"workload = {name!r}: must be MODULE:FUNCTION ({error})") from None
-
-
-def measure_store(arguments: argparse.Namespace) -> LoadingReport:
-    """Measure a given store once, as the options say.
-
-    Raises:
-        InputError: the options or the files do not fit the store.
-        StoreError: there is no store, or it is damaged.
-    """
-    store, memory_mb = arguments.store, arguments.memory_mb
-    if memory_mb is not None and not memory_mb * 2**20 >= 1:
-        raise InputError(f"--memory-mb {memory_mb}: must be > 0")
-    used = _workloads(arguments.workload, store)
-    # Next to the store, so on the same disk: the system's temporary folder may be on another one.
-    with tempfile.TemporaryDirectory(dir=store.absolute().parent if store.is_dir() else None) as temporary:
-        return bench(
-            store,
-            restore_all(store, Path(temporary)) if arguments.files is None else _files(arguments.files),
-            num_queries=arguments.queries,
-            memory_bytes=None if memory_mb is None else int(memory_mb * 2**20),
-            seed=arguments.seed,
-            cold=arguments.cold is not False,
-            warm=arguments.cold is not True,
-            workloads=used,
-        )
-
-
 def measure_cases(arguments: argparse.Namespace) -> dict[str, list[LoadingReport]]:
     """{case: its repetitions}, each printed when it is done."""
     workload = Encoding()
@@ -490,52 +387,25 @@ def measure_cases(arguments: argparse.Namespace) -> dict[str, list[LoadingReport
     return measured
 
 
-def _options() -> argparse.ArgumentParser:
+def main() -> None:
+    """Print a line for each measurement, and a JSON line for each claim last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--queries", type=int, default=100, help="number of random variants to load")
-    made = parser.add_argument_group("without a store")
     cases = [*CASES, ADAPTERS]
-    made.add_argument("--cases", nargs="+", choices=cases, default=cases)
-    made.add_argument("--variants", type=int, help=f"in each case; default 8, 12 and {_adapter_readers.NUM_ADAPTERS}")
-    made.add_argument("--repeats", type=int, default=3)
-    made.add_argument("--folder", type=Path, help="a folder with 1.3 GB free; default the system's temporary one")
-    given = parser.add_argument_group("for a given store")
-    given.add_argument("store", type=Path, nargs="?", help="folder of a store")
-    given.add_argument("--files", type=Path, help="folder of the variants that were deduplicated; default: restored")
-    given.add_argument("--memory-mb", type=float, help="MiB for loaded variants; default: a third of what all need")
-    given.add_argument("--seed", type=int, default=0, help="of the queries")
-    given.add_argument("--cold", action="store_true", default=None, help="with files out of the page cache only")
-    given.add_argument("--warm", action="store_false", dest="cold", help="with files in the page cache only")
-    given.add_argument(
-        "--workload",
-        default="",
-        help="MODULE:FUNCTION that returns a Workload, or one for each variant as a dict, to measure inference too; "
-        "default: the run's",
-    )
-    given.add_argument("--json", action="store_true", help="print the report as JSON")
-    return parser
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Print a line for each measurement, and, of cases, a JSON line for each claim last."""
-    parser = _options()
-    arguments = parser.parse_args(words)
-    if arguments.store is None:
-        for name, reports in measure_cases(arguments).items():
-            for claim in claims_of(name, reports):
-                print(json.dumps(claim))
-        if ADAPTERS in arguments.cases:
-            number = arguments.variants or _adapter_readers.NUM_ADAPTERS
-            with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
-                found = _adapter_readers.measure_adapters(Path(temporary), number, arguments.queries, arguments.repeats)
-            for claim in found:
-                print(json.dumps(claim))
-        return
-    try:
-        report = measure_store(arguments)
-    except (InputError, StoreError) as error:
-        parser.exit(2 if isinstance(error, InputError) else 1, f"error: {error}\n")
-    print(texts.strict_json(report.as_dict()) if arguments.json else "\n".join(lines_of(report)))
+    parser.add_argument("--queries", type=int, default=100, help="number of random variants to load")
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
+    parser.add_argument("--variants", type=int, help=f"in each case; default 8, 12 and {_adapter_readers.NUM_ADAPTERS}")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="a folder with 1.3 GB free; default the system's temporary one")
+    arguments = parser.parse_args()
+    for name, reports in measure_cases(arguments).items():
+        for claim in claims_of(name, reports):
+            print(json.dumps(claim))
+    if ADAPTERS in arguments.cases:
+        number = arguments.variants or _adapter_readers.NUM_ADAPTERS
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+            found = _adapter_readers.measure_adapters(Path(temporary), number, arguments.queries, arguments.repeats)
+        for claim in found:
+            print(json.dumps(claim))
 
 
 if __name__ == "__main__":

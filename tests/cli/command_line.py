@@ -4,38 +4,33 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from fedpriv.cli.main import main
 
 
-def fedpriv(
-    *arguments: object, folder: Path | None = None, code: int = 0, program: Callable[[list[str]], None] = main
-) -> tuple[str, str]:
+def fedpriv(*arguments: object, folder: Path | None = None, code: int = 0) -> tuple[str, str]:
     """What the command line prints to stdout and to stderr; its exit code is checked.
 
     Args:
         arguments: of the command line.
         folder: the working directory.
         code: the exit code that is expected. Any exception but SystemExit would be a traceback, and fails the test.
-        program: another one, which ends as the command line does.
     """
     out, err = io.StringIO(), io.StringIO()
     streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
     with _own_modules(), contextlib.chdir(folder or Path.cwd()), streams[0], streams[1]:
-        ended = _exit_code(program, list(map(str, arguments)))
+        ended = _exit_code(list(map(str, arguments)))
     assert ended == code, out.getvalue() + err.getvalue()
     assert "Traceback" not in err.getvalue()
     return out.getvalue(), err.getvalue()
 
 
-def as_json(
-    *arguments: object, folder: Path | None = None, code: int = 0, program: Callable[[list[str]], None] = main
-) -> dict[str, Any]:
+def as_json(*arguments: object, folder: Path | None = None, code: int = 0) -> dict[str, Any]:
     """The object that the command prints with --json: a single line of JSON, and nothing on stderr."""
-    out, err = fedpriv(*arguments, "--json", folder=folder, code=code, program=program)
+    out, err = fedpriv(*arguments, "--json", folder=folder, code=code)
     assert err == ""
     assert out.count("\n") == 1
     found = json.loads(out, parse_constant=_refuse)
@@ -43,17 +38,9 @@ def as_json(
     return cast(dict[str, Any], found)
 
 
-def loading(arguments: list[str]) -> None:
-    """The benchmark of loading variants, which ends with an exit code as the command line does."""
-    from simulations.benchmarks import dedup_loading
-
-    dedup_loading.main(arguments)
-    sys.exit(0)
-
-
-def _exit_code(program: Callable[[list[str]], None], arguments: list[str]) -> int:
+def _exit_code(arguments: list[str]) -> int:
     try:
-        program(arguments)
+        main(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
     raise AssertionError("the console script returned instead of exiting")

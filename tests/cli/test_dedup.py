@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from fedpriv.learning.adapters import quiet_transformers
+from fedpriv.models.dedup import planning
 from fedpriv.models.dedup.distance import nearest
 from fedpriv.models.dedup.planning import cost_of
 from fedpriv.models.publishing import saved
@@ -22,7 +23,7 @@ from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from tests.chats import chat_model
-from tests.cli.command_line import as_json, fedpriv, loading
+from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_ledger, write_plain_adapter, write_study
 from tests.foreign import planted
 from tests.stores import EVENT, basis_sizes
@@ -92,6 +93,50 @@ def test_private_records_are_charged_to_their_ledger_and_no_number_is_shown(stud
     run = ["dedup", "run", "variants", "s", "--evaluator", "study:private", *other]
     assert "no such data set of 1500 records" in fedpriv(*run, folder=study, code=2)[1]
     assert not (study / "s").exists()
+
+
+def contents(store: Path) -> dict[str, object]:
+    """All that a store holds."""
+    with Store(store, read_only=True) as opened:
+        manifests = {name: repr(opened.manifest(name)) for name in opened.names}
+        return {**manifests, "blocks": opened.blocks.tobytes(), "used": opened.reference_counts.tolist()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["drd", "mcts"])
+def test_workers_store_the_same_bit_for_bit(study, tmp_path, algorithm):
+    run = [*RUN[:4], *RUN[6:], "--algorithm", algorithm]
+    found = [
+        as_json("dedup", "run", "variants", tmp_path / str(number), *run, "--workers", number, folder=study)
+        for number in (1, 2)
+    ]
+    assert found[0] == found[1]
+    assert found[0]["num_validations"] > 0
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_is_one_line(study, tmp_path):
+    (study / "ending.py").write_text(
+        "import multiprocessing, os\nfrom study import Study\n\n\nclass Ending(Study):\n"
+        "    def saliency(self, *given):\n        os._exit(1)\n\n\ndef evaluator():\n"
+        "    return Ending() if multiprocessing.parent_process() else Study()\n"
+    )
+    run = ["dedup", "run", "variants", tmp_path / "store", *RUN[2:], "--evaluator", "ending:evaluator"]
+    assert "workers: a process ended" in fedpriv(*run, "--workers", "2", folder=study, code=2)[1]
+
+
+def test_two_workers_cannot_spend_one_budget(study, tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.register("clinic", 1500, 1e-5, data_set="validation")
+    options = ["--evaluator", "study:private", "--validation-epsilon", "0.75", "--epsilon-bound", "5"]
+    options += ["--utility-bound", "0.5", "--ledger", tmp_path / "ledger.sqlite", "--workers", "2"]
+    _, err = fedpriv("dedup", "run", "variants", tmp_path / "store", *options, folder=study, code=2)
+    assert "workers: private records answer one process" in err
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        assert ledger.releases("validation") == []
+    with Store(tmp_path / "store", read_only=True) as store:
+        assert (list(store.names), planning.read_charges(store.path)) == ([], [])
 
 
 def test_without_a_terminal_there_is_a_line_for_each_variant(study, tmp_path):
@@ -381,7 +426,6 @@ def test_a_store_without_loss_needs_no_evaluator_and_restores_every_bit(study, t
     assert {k: v.tobytes() for k, v in safetensors.numpy.load_file(out).items()} == {
         k: v.tobytes() for k, v in safetensors.numpy.load_file(given).items()
     }
-    assert "restored from a basis" in fedpriv(store, code=2, program=loading)[1]
     (shared,) = basis_sizes(store)
     assert max(model["bytes_own"] for model in as_json("dedup", "list", store)["variants"]) < shared
     assert as_json("dedup", "remove", store, "round-10")["left"] == ["round-12", "round-14"]

@@ -30,7 +30,7 @@ from fedpriv.runs.show._report_page import write_report
 from server import registry
 from server.observer import LogObserver
 from simulations.engines import federation
-from tests.cli.command_line import as_json, fedpriv, loading
+from tests.cli.command_line import as_json, fedpriv
 
 # With small blocks there are many of them; a bound of a twentieth is two of the 48 test records.
 KEPT = {"variant_rounds": [1, 2], "dedup_block_size": 16, "dedup_utility_bound": 0.5, "rounds": 3}
@@ -229,15 +229,6 @@ def test_the_command_fits_its_blocks_to_a_small_model_and_validates_on_as_many_r
     assert min(outcome["num_blocks"] for outcome in found["variants"]) > 0
     assert as_json(*command) == found, "all is stored already"
     assert "from other settings" in fedpriv(*command, "--seed", "7", code=2)[1]
-
-
-@pytest.mark.slow
-def test_the_bench_serves_a_runs_adapters_into_its_own_model(deduplicated):
-    options = ["--queries", "10", "--files", deduplicated / "variants", "--warm"]
-    found = as_json(deduplicated / "store", *options, program=loading)
-    assert found["num_queries"] == 10
-    assert {"store", "safetensors", "straight"} <= found["warm"].keys()
-    assert all(arm["infer_seconds"] > 0 for arm in found["warm"].values())
 
 
 def test_a_part_of_the_test_set_serves_for_validation(small_run, tmp_path):

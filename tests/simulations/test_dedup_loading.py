@@ -2,6 +2,9 @@
 
 import mmap
 import os
+import subprocess
+import sys
+import time
 from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +21,7 @@ from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.store import Store
 from simulations.benchmarks import _bounded_memory
 from simulations.benchmarks import dedup_loading as measuring
-from simulations.benchmarks._bounded_memory import drop, num_cached_pages, read_speed, temporary_group
+from simulations.benchmarks._bounded_memory import clock, drop, num_cached_pages, read_speed, slowed, temporary_group
 from simulations.benchmarks._dedup_process import StoreArm, check_loads, digest, give_up, plain_arm
 from simulations.benchmarks._plain_files import MappedFiles, PlainFiles
 from simulations.benchmarks._store_registry import StoreRegistry, targets_in
@@ -337,6 +340,48 @@ def test_page_cache_is_dropped_and_seen_to_be(tmp_path):
     assert drop([path])
     assert read_speed(path) > 0
     assert num_cached_pages(path) > 0
+
+
+READ = """
+import os, sys, time
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+began = time.perf_counter()
+with open(sys.argv[2], "rb", buffering=0) as file:
+    while file.read(2**16):
+        pass
+print(time.perf_counter() - began)
+"""
+
+
+def test_a_disk_is_slowed_for_the_processes_of_a_group(tmp_path):
+    path, rate = tmp_path / "file", 10e6
+    path.write_bytes(os.urandom(5_000_000))
+    try:
+        with temporary_group() as made, slowed(made, tmp_path, rate) as group:
+            if group is None or not drop([path]):
+                pytest.skip("no control group can be made here, or the file stays cached")
+            words = [sys.executable, "-c", READ, group.slow, path]
+            seconds = float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    except InputError as error:
+        pytest.skip(str(error))
+    assert 5e6 / seconds < 1.5 * rate, "the system lets a little through at first"
+    assert not group.slow.exists()
+
+
+def test_a_disk_that_no_group_slows_is_one_line():
+    with pytest.raises(InputError, match="takes a control group, and none"), slowed(None, Path("/proc"), 90e6):
+        pass
+    told = pytest.raises(InputError, match=r"disk = 90 MB/s: no control group slows /proc")
+    with told, slowed(_bounded_memory.Group(Path("/none"), 1), Path("/proc"), 90e6):
+        pass
+
+
+def test_time_in_which_others_have_the_processor_is_not_counted():
+    began, own, cpu = time.perf_counter(), clock(), time.thread_time()
+    while time.thread_time() - cpu < 0.2:
+        pass
+    taken = clock() - own
+    assert 0.19 < taken <= time.perf_counter() - began
 
 
 def test_system_that_cannot_drop_is_told_of(files, monkeypatch):

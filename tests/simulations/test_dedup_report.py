@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from io import BytesIO
 from itertools import product
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ ROWS = {
     "block size": (("A4",), (128, 256, 512, 1024, 2048)),
     "saliency": (("A1",), ("magnitude", "gradient")),
     "bases": (("A2", "B3", "C1", "C4"), searches.STRATEGIES),
+    "base": (("C1", "C4"), ("one", "other")),
     "algorithms, empirical": (("A1", "B3"), ("drd", "greedy-30")),
     "sparse vector": (("A1", "B3"), ("drd", "greedy-30")),
     "cutoff": (("A1",), (2, 3)),
@@ -83,24 +85,26 @@ def private_run(scenario, **values):
     return run(scenario, "private validation", IN_STEPS, **values)
 
 
-def arm(name, temperature, load, infer=1.0):
-    return {
-        "arm": name, "temperature": temperature, "load_seconds": load, "load_seconds_range": [load, 2 * load],
-        "infer_seconds": infer, "disk_bytes": 5e6, "cached_bytes": 4e6, "misses": 60,
-    }  # fmt: skip
-
-
-def served(scenario="minilm", **loads):
+def served(scenario="A2", **times):
     arms = [
-        arm(name, temperature, load)
-        for temperature in ("cold", "warm")
-        for name, load in {"store": 1.0, "safetensors": 10.0, "straight": 3.0, "mmap": 2.0, **loads}.items()
-    ]
+        {
+            "arm": name, "disk": disk, "load_seconds": over, "infer_seconds": over, "disk_bytes": 5e6,
+            "times": over, "times_bytes": 2 * over,
+        }
+        for disk in serving.DISKS
+        for name, over in {"store": 1.0, "safetensors": 10.0, "mmap": 2.0, **times}.items()
+    ]  # fmt: skip
     return {
-        "scenario": scenario, "num_models": 5, "bytes_of_models": 6e7, "limit_bytes": 2e7, "limit": "cgroup v1",
-        "num_queries": 100, "disk_mb_per_second": 400.0, "arms": arms,
-        "failures": {}, "page_cache_dropped": True,
+        "scenario": scenario, "num_models": 5, "bytes_of_models": 6e7, "bytes_of_store": 2e7, "memory_bytes": 2e7,
+        "limit": "cgroup v1", "num_queries": 100, "disk_mb_per_second": dict.fromkeys(serving.DISKS, 400.0),
+        "arms": arms, "failures": {}, "page_cache_dropped": True,
     }  # fmt: skip
+
+
+PAIR = {
+    "key": "a b", "correlation": 0.99, "near": 0.8, "own_place": 0.9, "distance": 0.1, "distance_elsewhere": 1.0,
+    "nearest": [0, 1, 1],
+}  # fmt: skip
 
 
 CHECKED = {"stores": 3, "violations": 0, "private_targets": 4, "private_beyond": 1}
@@ -119,9 +123,7 @@ def results(*runs, **others):
 
 
 def everything():
-    return results(
-        *ALL_RUNS, retrained=RETRAINED, serving=[served(), served("hetero"), served("fifty")], checked=CHECKED
-    )
+    return results(*ALL_RUNS, retrained=RETRAINED, serving=[served(), served("fifty")], pairs=[PAIR], checked=CHECKED)
 
 
 def texts(found):
@@ -145,8 +147,8 @@ def test_every_section_and_figure_is_made_and_tables_are_whole(tmp_path):
     joined = "\n".join(texts(found))
     for table in ("Tables 2, 4 and 5", "Table 3", "Tables 3 and 8", "Table 6", "Table 7"):
         assert f"({table})" in joined
-    for figure in ("4", "6", "9", "5 and 8"):
-        assert f"(Figure {figure})" in joined or f"(Figures {figure})" in joined
+    for figure in ("Figure 1", "Figure 4", "Figures 6 and 9", "Figures 5 and 8"):
+        assert f"({figure})" in joined
     assert not re.search(r"\bnan\b|None", joined)
 
 
@@ -154,7 +156,7 @@ def test_every_section_and_figure_is_made_and_tables_are_whole(tmp_path):
 def test_pictures_are_small():
     found = everything()
     sizes = {each.file: len(figures.to_png(each.figure(found))) for each in page.SECTIONS if each.figure}
-    assert len(sizes) == 2
+    assert len(sizes) == 3
     assert max(sizes.values()) <= 60_000, sizes
 
 
@@ -278,36 +280,58 @@ def test_heterogeneous_targets_beyond_a_bound_are_counted():
     assert "4 of 6 targets of hetero keep both bounds" in text
 
 
-def test_speed_ups_are_judged_with_inference():
-    text = serving.serving(results(serving=[served(safetensors=19.0), served("hetero", safetensors=18.9)]))
-    assert line_of(text, "minilm")[1:] == ["2.00", "10.0 (10)", "2.0 (**not** 3)", "1.5"]
-    assert line_of(text, "hetero")[2] == "9.9 (**not** 10)"
+def test_every_disk_has_its_times_and_bytes_beside_the_papers():
+    text = serving.serving(results(serving=[served(mmap=2.96), served("fifty")]))
+    assert line_of(text, "A2", "hard disk")[2:] == ["2.00", "3.0", "10.0", "5.9, 20.0", "about 1.3"]
+    assert line_of(text, "fifty", "SSD")[-1] == "11"
+    assert line_of(text, "fifty", "this disk")[-1] == ""
 
 
 def test_an_arm_that_failed_and_files_that_stayed_cached_are_named():
-    failed = {**served(), "failures": {"straight": "was ended by the system"}, "page_cache_dropped": False}
+    failed = {**served(), "failures": {"mmap": "was ended by the system"}, "page_cache_dropped": False}
     text = serving.serving(results(serving=[failed]))
-    assert "`straight`: was ended by the system" in text
+    assert "`mmap`: was ended by the system" in text
     assert "**Not cold**" in text
     assert "**Not cold**" not in serving.serving(results(serving=[served()]))
 
 
-def measured(failures=None):
-    """A measurement in which all arms but these took as long."""
-    taken = Arm(load_seconds=1.0, infer_seconds=2.0, misses=3, bytes_read=4, disk_bytes=5, cached_bytes=6)
-    arms = {name: taken for name in ("store", "straight") if name not in (failures or {})}
+def measured(**seconds):
+    """A measurement in which each arm took so long and read ten bytes for each second."""
+    cold = {
+        name: Arm(load_seconds=each, infer_seconds=0.0, misses=3, bytes_read=4, disk_bytes=10 * each, cached_bytes=6)
+        for name, each in seconds.items()
+    }
     return LoadingReport(
-        num_queries=9, num_variants=5, memory_bytes=10, limited_by="cgroup v1", limit_bytes=dict.fromkeys(arms, 20),
-        disk_bytes_per_second=1e6, page_cache_dropped=True, cold=arms, warm=arms, failures=failures or {},
+        num_queries=9, num_variants=5, memory_bytes=10, limited_by="cgroup v1", limit_bytes=dict.fromkeys(cold, 20),
+        disk_bytes_per_second=1e6, page_cache_dropped=True, cold=cold, warm={},
+        failures={name: "failed" for name in ("store", "mmap") if name not in seconds},
     )  # fmt: skip
 
 
-def test_an_arm_that_failed_once_has_no_medians_and_its_failure_is_kept(tmp_path):
+def test_an_arm_is_compared_with_the_store_on_the_same_disk(tmp_path):
     with Store(tmp_path):
         pass
-    line = serving.line_of("minilm", tmp_path, [measured(), measured({"straight": "failed"}), measured()])
-    assert [(each["arm"], each["temperature"]) for each in line["arms"]] == [("store", "cold"), ("store", "warm")]
-    assert (line["arms"][0]["load_seconds"], line["failures"]) == (1.0, {"straight": "failed"})
+    reports = {"SSD": measured(store=2, mmap=6), "this disk": measured(mmap=6)}
+    line = serving.line_of("A2", tmp_path, reports)
+    found = [(each["disk"], each["arm"], each["times"], each["times_bytes"]) for each in line["arms"]]
+    assert found == [("SSD", "store", 1.0, 1.0), ("SSD", "mmap", 3.0, 3.0), ("this disk", "mmap", None, None)]
+    assert line["failures"] == {"store": "failed"}
+
+
+def test_the_made_models_have_the_papers_ratio_and_share_of_memory():
+    assert {cell.scenario for cell in serving.SERVED} == set(paper.SPEEDUPS)
+    for cell in serving.SERVED:
+        distinct = 1 + (cell.num_models - 1) * cell.own_share
+        assert 100 * distinct / cell.num_models == pytest.approx(paper.of_search("drd", cell.scenario)[0])
+    fits = {cell.scenario: cell.memory_bytes > cell.plain_bytes for cell in serving.SERVED}
+    assert [name for name, each in fits.items() if not each] == ["B2", "fifty"]
+
+
+def test_every_candidate_of_figure_9_has_its_ratios():
+    cells = (run("C1", "base", "one", ratio=0.7), run("C1", "base, empirical", "one"), run("C1", "bases", "single"))
+    text = searches.by_bases(results(*cells))
+    assert line_of(text, "C1", "`one`")[2] == "70.0 / 40.0"
+    assert line_of(text, "C1", "one of its own")[2] == "40.0 / not run"
 
 
 def test_several_bases_are_compared_with_one_and_with_the_paper():
@@ -336,7 +360,7 @@ def write_lines(out, runs):
         append(out / "models.jsonl", each)
     for each in runs:
         append(out / "runs.jsonl", each)
-    append(out / "serving.jsonl", served())
+    append(out / "serving.jsonl", {"key": "A2_served", **served()})
     (out / "check.json").write_text(json.dumps(CHECKED))
 
 
@@ -371,13 +395,15 @@ def test_a_page_without_its_markers_and_a_study_without_results_are_refused(tmp_
         page.write(path, kept)
 
 
-def test_what_tables_need_of_results_is_kept_in_place_of_earlier_lines(tmp_path):
-    write_lines(tmp_path, [run()])
+def test_what_tables_need_of_results_is_kept_in_place_of_the_same_lines_alone(tmp_path):
     kept = tmp_path / "kept.jsonl"
-    for _ in range(2):
-        keep(tmp_path, kept)
+    for name, runs in (("one", [run("B1"), run(ratio=0.1)]), ("other", [run()])):
+        write_lines(tmp_path / name, runs)
+        keep(tmp_path / name, kept)
     found = read(kept)
-    assert len(found.runs) == 1
+    assert [(each["cell"]["scenario"], each["block_ratio"]) for each in found.runs] == [("B1", 0.4), ("A1", 0.4)]
+    assert len(found.serving) == 1
+    found = replace(found, runs=found.runs[1:])
     assert page.epsilons(found) == page.epsilons(results(run()))
     assert found.checked["stores"] == CHECKED["stores"]
     assert found.models["A1-1"]["beats_start"]

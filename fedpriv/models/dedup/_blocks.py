@@ -9,13 +9,19 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from multiprocessing import get_context
+from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from fedpriv.errors import InputError
 from fedpriv.models.dedup._base_selection import Assignment, Selection, fair_limits
 from fedpriv.models.dedup.algorithms import algorithm, minhash_similarity
 from fedpriv.models.dedup.distance import nearest
@@ -44,23 +50,58 @@ _STEPS = 8
 REPEATED = "repeated validation would exceed its bound"
 
 
-def store_by_blocks(work: Work) -> list[Outcome]:
+def store_by_blocks(work: Work, searchers: Executor | None) -> list[Outcome]:
     """Store all variants of a deduplication by the blocks that they share; see `dedup.pipeline.deduplicate`."""
     costs = Costs.of(work)
     assignments = costs.selection.assignments
     for name in sorted({each for target, a in assignments.items() for each in (target, *a.bases)}):
         check_has_blocks(name, work.layouts[name])
     names = [*(name for name in work.variants if name not in assignments and name not in work.others), *assignments]
-    watch = work.watch()
-    for name in names:
-        if name not in work.stored:
+    watch, nothing, free = work.watch(), cast(Any, None), dict[str, Assignment]()
+    for name in (name for name in names if searchers and name not in work.stored):
+        if (each := costs.affordable(name)) and not work.untold(name, each.limits):
+            free[name] = each
+    # Copies of what changes while they are sent.
+    alone = replace(work, stored={**work.stored}, _utilities={**work._utilities}, observer=None)
+    alone = replace(alone, read_tensors=nothing, evaluators={}, store=nothing)
+    found = {name: searchers.submit(_search_apart, alone, each) for name, each in free.items() if searchers}
+    try:
+        for name in (name for name in names if name not in work.stored):
             watch.begin(name)
-            work.stored[name] = _store(work, costs, name, watch.validated)
+            work.stored[name] = _store(work, costs, name, watch.validated, found.get(name))
             watch.store()
+    except BrokenProcessPool:
+        raise InputError("workers: a process ended in its search; fewer of them need less memory") from None
+    finally:
+        for search in found.values():
+            search.cancel()
     return [work.stored[name] for name in names]
 
 
-def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -> Outcome:
+def searchers(number: int, again: Callable[[], Any]) -> AbstractContextManager[Executor | None]:
+    """Processes that search for targets, whose reader and evaluators `again` gives once more; None for this one."""
+    given = again, torch.get_num_threads()  # rounding depends on it
+    return nullcontext() if number == 1 else ProcessPoolExecutor(number, get_context("spawn"), _begin, given)
+
+
+_here: list[Any] = []  # the reader and the evaluators of such a process
+
+
+def _begin(again: Callable[[], Any], num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    _here[:] = again()
+
+
+def _search_apart(work: Work, assignment: Assignment) -> _Found:
+    """No search looks at what another one found: substitutes are blocks of the bases as they were given."""
+    work = replace(work, read_tensors=_here[0], evaluators=_here[1])
+    model = work.layouts[assignment.target].to_blocks(work.read_tensors(assignment.target))
+    return _search(work, assignment, (), model, lambda: None)
+
+
+def _store(
+    work: Work, costs: Costs, name: str, validated: Callable[[], None], search: Future[_Found] | None
+) -> Outcome:
     """Store one variant, its bases having been stored."""
     assignment = costs.affordable(name)
     untouched: str | None = None
@@ -70,8 +111,12 @@ def _store(work: Work, costs: Costs, name: str, validated: Callable[[], None]) -
         assignment = None
     blocks, extras = work.layouts[name].to_blocks(work.read_tensors(name))
     found = _Found(blocks)
-    if assignment:
-        found = _search(work, costs, assignment, (blocks, extras), validated)
+    if assignment and search:
+        found = search.result()
+        for _ in range(found.num_validations):
+            validated()
+    elif assignment:
+        found = _search(work, assignment, costs.attempts[name], (blocks, extras), validated)
     outcome = work.outcome(
         name,
         bases=assignment.bases if assignment else (),
@@ -100,15 +145,15 @@ class _Found:
 
 def _search(
     work: Work,
-    costs: Costs,
     assignment: Assignment,
+    attempt: tuple[ValidationCharge, ...],
     model: tuple[NDArray[Any], Mapping[str, NDArray[Any]]],
     validated: Callable[[], None],
 ) -> _Found:
     """The search for the blocks of a target that its bases can stand in for; charges for it first."""
     name, settings, (blocks, extras) = assignment.target, work.settings, model
     layout, evaluator = work.layouts[name], work.evaluators[name]
-    validation = work.validation(name, assignment.limits, costs.attempts[name])
+    validation = work.validation(name, assignment.limits, attempt)
     # Neither what was measured nor the bases outlive their lines, as `planning.search_memory` counts.
     saliency = by_block(
         evaluator.saliency(layout.from_blocks(blocks, extras), work.chosen_on(name)), layout, settings.aggregation

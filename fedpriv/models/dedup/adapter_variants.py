@@ -146,10 +146,6 @@ class AdapterEvaluator:
             for prompt, reference, before, after in zip(questions.texts, references, *texts, strict=True)
         ]
 
-    def batch_logits(self, num_records: int) -> Tensor:
-        """The model's logits on the first test records, with its current adapter."""
-        return self.model.logits(self._test.items()[:num_records], cached=False)[0]
-
     def _losses(self, _model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return self.model.predictions(self._test.items(batch["index"].tolist()), cached=True).losses
 

@@ -13,21 +13,21 @@ import logging
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from fedpriv.errors import InputError
 from fedpriv.files import is_free
+from fedpriv.models.dedup._blocks import searchers as searchers
 from fedpriv.models.dedup._blocks import store_by_blocks
 from fedpriv.models.dedup.algorithms import LOSSLESS
-from fedpriv.models.dedup.distance import METRICS
-from fedpriv.models.dedup.planning import Acceptance, DedupSettings, check_options, cost_of
-from fedpriv.models.dedup.saliency import AGGREGATIONS
+from fedpriv.models.dedup.planning import DedupSettings, cost_of
 from fedpriv.models.dedup.validation import CONFIDENCE, Evaluator, PrivateQueries, Tensors
 from fedpriv.models.dedup.work import Evaluators, Observer, Outcome, Work
 from fedpriv.models.variants.blocks import BlockLayout, check_has_blocks, layout_of
@@ -67,6 +67,7 @@ def deduplicate(
     evaluation: str = "",
     observer: Observer | None = None,
     adding: bool = False,
+    apart: Executor | None = None,
 ) -> list[Outcome]:
     """Store all variants; each takes as many blocks of others as validation accepts.
 
@@ -91,17 +92,17 @@ def deduplicate(
         evaluation: what else decides a validation, such as the evaluator's name and seed; compared with that of
             variants that are stored already.
         adding: the store holds others, which stay as they are; those of them that took no blocks may be bases.
+        apart: `searchers` that search for targets on public records side by side, with the same result, bit for bit.
 
     Returns:
         One for each variant: first those that stay as they are, then the others, each after its bases.
 
     Raises:
-        InputError: the algorithm or an option is unknown, a variant has no evaluator or cannot share with its bases,
-            or a name is taken by a variant that was stored in another way.
+        InputError: a variant has no evaluator or cannot share with its bases, or a name is taken by a variant that was
+            stored in another way.
         StoreError: the store cannot be written.
         ValueError: `private` is given without private records, or missing for private records.
     """
-    check_settings(settings)
     names = [variant.name for variant in variants]
     missing = [name for name in names if name not in evaluators]
     if missing and settings.algorithm != LOSSLESS:
@@ -118,6 +119,8 @@ def deduplicate(
             f"acceptance = {settings.acceptance!r}: would answer on private records without noise; leave it out for a "
             "proof, or give -o cutoff=3 for the Sparse Vector Technique in a search"
         )
+    if apart and (private or adding):
+        raise InputError("workers: private records answer one process, and targets that are added are searched by one")
     if settings.cutoff and not private:
         raise InputError("cutoff: ends a search on private records; the evaluator's are public")
     layouts, plan = _layouts_and_plan(variants, read_tensors, settings)
@@ -136,7 +139,7 @@ def deduplicate(
         others={name: not store.manifest(name).bases and store.manifest(name).basis is None for name in others},
         observer=observer,
     ).with_measured_utilities()
-    return store_without_loss(work) if settings.algorithm == LOSSLESS else store_by_blocks(work)
+    return store_without_loss(work) if settings.algorithm == LOSSLESS else store_by_blocks(work, apart)
 
 
 def rebase(
@@ -188,15 +191,6 @@ def _others(store: Store, names: Sequence[str]) -> dict[str, Described]:
     }
 
 
-def check_settings(settings: DedupSettings) -> None:
-    """Refuse, with an InputError, what a deduplication does not know, before anything is charged."""
-    check_options(settings)
-    known = {"acceptance": get_args(Acceptance), "aggregation": AGGREGATIONS, "metric": METRICS}
-    for name, values in known.items():
-        if (given := getattr(settings, name)) not in values:
-            raise InputError(f"{name} = {given!r}: known are {', '.join(values)}")
-
-
 def check(
     variants: Sequence[Described],
     read_tensors: Callable[[str], Tensors],
@@ -212,11 +206,9 @@ def check(
         validation: the digest of how they are validated, if that is known; see `validation_digest`.
 
     Raises:
-        InputError: the algorithm or an option is unknown, the variants share no blocks of this size, or the store holds
-            some from another plan or validation.
+        InputError: the variants share no blocks of this size, or the store holds some from another plan or validation.
         StoreError: another process is writing to the store, or it is damaged.
     """
-    check_settings(settings)
     layouts, digest = _layouts_and_plan(variants, read_tensors, settings)
     for name, layout in layouts.items() if settings.algorithm != LOSSLESS else ():
         check_has_blocks(name, layout)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import replace_file, sync_folder
@@ -30,7 +30,8 @@ from fedpriv.models.dedup._base_selection import (
 )
 from fedpriv.models.dedup._in_order import check_whole
 from fedpriv.models.dedup.algorithms import LOSSLESS, algorithm
-from fedpriv.models.dedup.distance import TILE
+from fedpriv.models.dedup.distance import METRICS, TILE
+from fedpriv.models.dedup.saliency import AGGREGATIONS
 from fedpriv.models.variants.composition import Guarantee, PublicationCost, publication_cost, smallest_deltas
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.store import CHARGES_FILE
@@ -54,6 +55,9 @@ class DedupSettings:
             one cluster of all, whatever their data, tags and architectures.
         acceptance: of public validation.
         cutoff: of private validation: the failures after which a search by Algorithm 5 ends; None for a proof.
+
+    Raises:
+        InputError: a name or an option is unknown, or the algorithm does not take an option's value.
     """
 
     block_size: int = 1024
@@ -67,21 +71,23 @@ class DedupSettings:
     acceptance: Acceptance = "proof"
     cutoff: int | None = None
 
-
-def check_options(settings: DedupSettings) -> None:
-    """Refuse, with an InputError, an algorithm or option that is unknown, or a value that it does not take."""
-    if settings.cutoff is not None:
-        check_whole("cutoff", settings.cutoff, 1)
-    if settings.algorithm == LOSSLESS:
-        if settings.options:
-            raise InputError(f"option = {min(settings.options)!r}: {LOSSLESS} has none")
-        return
-    search = algorithm(settings.algorithm)
-    parameters = inspect.signature(search).parameters
-    options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-    if odd := sorted(set(settings.options) - set(options)):
-        raise InputError(f"option = {odd[0]!r}: {settings.algorithm} knows {', '.join(options)}")
-    search(0, lambda positions: False, **settings.options)  # a search of no blocks checks its options
+    def __post_init__(self) -> None:
+        if self.cutoff is not None:
+            check_whole("cutoff", self.cutoff, 1)
+        known = {"acceptance": get_args(Acceptance), "aggregation": AGGREGATIONS, "metric": METRICS}
+        for name, values in known.items():
+            if (given := getattr(self, name)) not in values:
+                raise InputError(f"{name} = {given!r}: known are {', '.join(values)}")
+        if self.algorithm == LOSSLESS:
+            if self.options:
+                raise InputError(f"option = {min(self.options)!r}: {LOSSLESS} has none")
+            return
+        search = algorithm(self.algorithm)
+        parameters = inspect.signature(search).parameters
+        options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+        if odd := sorted(set(self.options) - set(options)):
+            raise InputError(f"option = {odd[0]!r}: {self.algorithm} knows {', '.join(options)}")
+        search(0, lambda positions: False, **self.options)  # a search of no blocks checks its options
 
 
 KnownUtility = tuple[float | None, float]

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
-from fedpriv.learning.training.private_sums import noised_sum
 from fedpriv.models.variants.blocks import BlockLayout
-from fedpriv.privacy.accounting.events import Event
-from fedpriv.privacy.mechanisms.sources import RandomSource
 
 Batch = Mapping[str, Tensor]
 """{input: [records, ...]}, such as `fedpriv.learning.data.records.collate` makes."""
@@ -129,57 +126,6 @@ def _mean(
             num_records += len(losses)
     _check_records(num_records)
     return _finite({name: _array(total.abs() / num_records) for name, total in totals.items()})
-
-
-def private_gradient(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    loss: Loss,
-    *,
-    clip_norm: float,
-    noise_multiplier: float,
-    source: RandomSource,
-    names: Collection[str] | None = None,
-) -> tuple[Saliency, Event]:
-    """The gradient saliency of private records, and the event that pays for it.
-
-    Guarantee: each record is passed alone, its gradient with respect to all considered parameters together is clipped
-    to norm C, and N(0, (z C)^2) is added to every value of the sum. Under add-or-remove adjacency this is one Gaussian
-    mechanism with noise multiplier z, as the event states; taking absolute values is post-processing. A per-sample
-    gradient with a value that is not finite counts as zero. The sum is not divided by the number of records, because
-    that would reveal the number.
-
-    Args:
-        model: computed from other data, or from these records under a charge of its own; run in evaluation mode.
-        batches: all records, each once; an empty data set gives noise alone.
-        clip_norm: C, finite, > 0, gradient units.
-        noise_multiplier: z >= 0; 0 adds no noise, and the event costs infinity.
-        names: the parameters to consider, frozen or not; None for all. With fewer of them, each gets a larger share
-            of the clip norm.
-
-    Returns:
-        {tensor name: absolute value of the noised sum of clipped gradients}, and the event.
-
-    Raises:
-        InputError: a name is unknown.
-        ValueError: clip_norm or noise_multiplier is out of range.
-
-    Source: Guan et al. 2025, section 4.3.3; Abadi et al. 2016, Algorithm 1.
-    """
-    with _evaluation(model, names) as parameters:
-        sizes = [parameter.numel() for parameter in parameters.values()]
-        gradients = (_gradients(loss(model, record).sum(), parameters).values() for record in _records(batches))
-        noised, event = noised_sum(
-            (torch.cat([value.flatten().float() for value in each]).unsqueeze(0) for each in gradients),
-            next(iter(parameters.values())).new_empty(sum(sizes)),
-            clip_norm=clip_norm,
-            noise_multiplier=noise_multiplier,
-            sampling_probability=1.0,
-            source=source,
-        )
-        pieces = torch.split(noised.abs(), sizes)
-        values = zip(parameters.items(), pieces, strict=True)
-        return {name: _array(piece.view_as(parameter)) for (name, parameter), piece in values}, event
 
 
 MEASURES: dict[str, Measure] = {

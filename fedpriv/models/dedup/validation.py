@@ -207,6 +207,10 @@ class PublicValidation:
         if acceptance == "empirical":
             self._searched = self._others = np.arange(number)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Its findings, for another process, where it can be asked nothing."""
+        return {"proof": self.proof, "needed": self.needed, "acceptance": self.acceptance}
+
     def accept(self, tensors: Tensors) -> bool:
         """Whether the variant in this form seems to lose no more than the bound, on the records of the search."""
         losses = losses_of(self._before[self._searched], self._evaluator.utilities(tensors, self._searched))

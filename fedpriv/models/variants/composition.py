@@ -11,13 +11,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Literal, TypeVar
 
+from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import check_delta, epsilon_of
 from fedpriv.privacy.accounting.events import Event, group
 from fedpriv.privacy.accounting.law import Accountant
 from fedpriv.privacy.accounting.many_clients import sets_of_holders
 from fedpriv.privacy.accounting.views import Release, View
+from fedpriv.privacy.ledger import reader, statement
 from fedpriv.privacy.ledger.entries import Key
 
 Method = Literal["basic", "accountant", "provenance"]
@@ -333,3 +336,23 @@ def _by_name(given: Iterable[_Named]) -> dict[str, _Named]:
         if by_name.setdefault(each.name, each) != each:
             raise ValueError(f"name = {each.name!r}: two different models have it")
     return by_name
+
+
+def charged(path: Path, client: str) -> tuple[frozenset[Upload], dict[str, float]]:
+    """All releases of the runs that a client took part in, and {data set: its delta}; InputError if there are none."""
+    with reader.reading(path) as db:
+        reader.verify_with_head(db, path)
+        own = statement.of_client(db, path, client, reader.holder_names(db, path, None))
+        known = {data_set.id: data_set for data_set in db.data_sets()}
+        runs = {record.run for data_set in own for record in db.runs(data_set.id)}
+        uploads = [each for run in runs for id_ in known for each in uploads_of(id_, db.releases_of(id_, run))]
+        deltas = {each.data_set: known[each.data_set].delta for each in uploads}
+        lost = [id_ for id_ in deltas if not db.is_known_in_full(id_)]
+        seeded = [r.run for id_ in deltas for r in db.runs(id_) if r.run in runs and r.noise_source != "secure"]
+    if lost:
+        raise InputError(f"ledger = {str(path)!r}: lacks releases of data set {lost[0]}, so no epsilon follows from it")
+    if seeded:
+        raise InputError(f"ledger = {str(path)!r}: the noise of run {seeded[0]} was seeded, which protects nobody")
+    if not uploads:
+        raise InputError(f"client = {client!r}: {path} has no release of this client; --public is for public data")
+    return frozenset(uploads), deltas

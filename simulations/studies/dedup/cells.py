@@ -79,6 +79,7 @@ class DedupCell:
         epsilon_bound, utility_bound: for every variant; None takes the scenario's.
         ordered: whether the order of utilities is kept too, which tightens the utility bounds.
         private: whether the validation records count as private.
+        base: a candidate of the scenario, by name, from which all targets then take blocks.
         acceptance, cutoff: see `fedpriv.models.dedup.planning.DedupSettings`.
         seed: of private validation.
     """
@@ -98,6 +99,7 @@ class DedupCell:
     utility_bound: float | None = None
     ordered: bool = False
     private: bool = False
+    base: str = ""
     acceptance: Acceptance = "proof"
     cutoff: int | None = None
     seed: int = field(default=0)
@@ -152,6 +154,9 @@ def _bases(scenario: Scenario, cell: Any) -> Iterator[DedupCell]:
     if name in _SUB_SCENARIOS:
         for strategy in ("single", "multi", "cross"):
             yield cell("bases", strategy, strategy=strategy, epsilon_bound=scenario.epsilon_bound)
+        for each in scenario.candidates:  # of the least epsilon in one cluster of all, so that each target chooses it
+            bounds = {"epsilon_bound": scenario.epsilon_bound, "max_distance": 2.0}
+            yield cell("base", each.name, base=each.name, **bounds)
 
 
 def _ablations(name: str, cell: Any) -> Iterator[DedupCell]:

@@ -74,9 +74,10 @@ def violations(out: Path, line: Line) -> Iterator[str]:
         if damage := store.verify():
             yield from damage
             return
-        if set(store.names) != {model.name for model in scenario.all_models}:
+        models = scenario.stored(line["cell"].get("base", ""))
+        if set(store.names) != {model.name for model in models}:
             yield f"names: {', '.join(store.names)}"
-        for model in scenario.all_models:
+        for model in models:
             yield from _of_variant(out, store, model, described, line, charged)
 
 

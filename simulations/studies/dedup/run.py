@@ -40,8 +40,8 @@ SALIENCY_RECORDS = 600
 _BY_TIME = ("hetero", "fifty", "B3", "B2", "minilm", "A5", "A4")
 
 
-def run_all(out: Path, scenarios: Sequence[Scenario], *, jobs: int = 2) -> None:
-    """Run every cell that has no line in `runs.jsonl` yet, in so many processes.
+def run_all(out: Path, scenarios: Sequence[Scenario], *, jobs: int = 2, only: Sequence[str] = ()) -> None:
+    """Run every cell that has no line in `runs.jsonl` yet, in so many processes; `only` has patterns of their keys.
 
     Raises:
         InputError: a scenario's models have not been trained.
@@ -50,7 +50,7 @@ def run_all(out: Path, scenarios: Sequence[Scenario], *, jobs: int = 2) -> None:
         if not (out / "variants" / scenario.name).is_dir():
             raise InputError(f"scenario = {scenario.name}: {out} holds no models of it; train comes first")
     ordered = sorted((cell for scenario in scenarios for cell in cells(scenario)), key=_place)
-    run_missing(out / "runs.jsonl", ordered, partial(run_cell, out), _told, jobs=jobs)
+    run_missing(out / "runs.jsonl", ordered, partial(run_cell, out), _told, jobs=jobs, only=only)
 
 
 def _place(cell: DedupCell) -> int:
@@ -65,7 +65,7 @@ def run_cell(out: Path, cell: DedupCell) -> Line:
     """Deduplicate into a fresh store under `cells`, next to the descriptions with its bounds."""
     scenario = SCENARIOS[cell.scenario]
     folder, originals = out / "cells" / cell.key, out / "variants" / scenario.name
-    paths = {model.name: originals / model.name for model in scenario.all_models}
+    paths = {model.name: originals / model.name for model in scenario.stored(cell.base)}
     tensors: dict[str, Tensors] = {name: folders.read_tensors(path) for name, path in paths.items()}
     described = bounded([folders.read(path) for path in paths.values()], scenario, cell)
     for each in described:
@@ -131,7 +131,7 @@ def deduplicated(
         )
     evaluators = {
         model.name: evaluator(out, model.architecture, model.task, cell.split, cell.saliency, cell.private)
-        for model in scenario.all_models
+        for model in scenario.stored(cell.base)
     }
     return deduplicate(described, tensors.__getitem__, evaluators, store, settings, private=private)
 

@@ -73,6 +73,7 @@ class Scenario:
         name: as in the paper's Table 1.
         models: possible targets, and bases of each other.
         base: a model of another data set, whose own accuracy does not count.
+        candidates: for the base, each tried alone, and compared with what base selection finds among the models.
         epsilon_bound, utility_bound: for every model.
         validation_epsilon: of a target's private validation, which keeps every target within its epsilon bound.
         fairness: `outcome` where the epsilons differ by less than the base's epsilon.
@@ -87,6 +88,7 @@ class Scenario:
     utility_bound: float
     validation_epsilon: float
     base: Model | None = None
+    candidates: tuple[Model, ...] = ()
     fairness: Fairness = "bounds"
     block_size: int = BLOCK_SIZE
     max_distance: float = MAX_DISTANCE
@@ -94,8 +96,12 @@ class Scenario:
 
     @property
     def all_models(self) -> tuple[Model, ...]:
-        """With the base of another data set."""
-        return (self.base, *self.models) if self.base else self.models
+        """With the base of another data set, and all candidates."""
+        return (*([self.base] if self.base else []), *self.candidates, *self.models)
+
+    def stored(self, candidate: str) -> tuple[Model, ...]:
+        """The models of one store, with the candidate of this name alone."""
+        return tuple(each for each in self.all_models if each not in self.candidates or each.name == candidate)
 
 
 def _models(
@@ -168,16 +174,31 @@ SCENARIOS = {
             epsilon_bound=0.2,
             validation_epsilon=0.49,
         ),
-        replace(_A1, name="C1", models=_medquad(*range(5, 10)), epsilon_bound=5.0, validation_epsilon=10.9),
-        replace(_A4, name="C2"),
+        replace(
+            _A1,
+            name="C1",
+            models=_medquad(*range(5, 10)),
+            candidates=_medquad(*range(1, 5)),
+            epsilon_bound=5.0,
+            validation_epsilon=10.9,
+        ),
+        replace(_A4, name="C2", candidates=_models("vit", "digits", *_tenths(1, 4))),
         replace(
             _A5,
             name="C3",
             models=_models("resnet", "digits", 0.7, 0.8, 0.9, 1, 2),
+            candidates=_models("resnet", "digits", 0.2, 0.4),
             epsilon_bound=0.7,
             validation_epsilon=1.45,
         ),
-        replace(_A3, name="C4", models=_PARTS[1:], epsilon_bound=0.3, validation_epsilon=1.05),
+        replace(
+            _A3,
+            name="C4",
+            models=_PARTS[1:],
+            candidates=(_PARTS[0], *_models("perceptron", "sst2", 0.2), *_medquad(0.2)),
+            epsilon_bound=0.3,
+            validation_epsilon=1.05,
+        ),
         Scenario(
             name="minilm",
             models=_MINILM,

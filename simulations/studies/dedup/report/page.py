@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from simulations.studies.dedup import serving
+from simulations.studies.dedup import pairs, serving
 from simulations.studies.dedup.report import figures, searches, settings, validation
 from simulations.studies.dedup.report.results import (
     ROUNDING,
@@ -109,6 +109,7 @@ class Section:
 
 SECTIONS = (
     Section(learned),
+    Section(pairs.compared, figures.places, "dedup-figure-1.png", "The nearest block of another model, place by place"),
     Section(searches.compared),
     Section(searches.by_scenario),
     Section(searches.individual),

@@ -23,7 +23,9 @@ NAMES = (*EIGHT, "C1", "C2", "C3", "C4", "minilm", "hetero", "fifty")
 ROUNDING = 2e-6
 
 CHECK = "check.json"
-_FILES = {"models": "models.jsonl", "runs": "runs.jsonl", "retrained": "retrain.jsonl", "serving": "serving.jsonl"}
+_FILES = {part: f"{name}.jsonl" for part, name in (
+    ("models", "models"), ("runs", "runs"), ("retrained", "retrain"), ("serving", "serving"), ("pairs", "pairs")
+)}  # fmt: skip
 _OF_OUTCOMES = ("name", "bases", "num_blocks", "num_replaced", "epsilon_before", "epsilon_after")
 
 
@@ -36,6 +38,7 @@ class DedupResults:
         runs: one line for each cell.
         retrained: one for each model that was trained again.
         serving: one for each scenario.
+        pairs: one for each pair of models.
         checked: of the independent check; empty before it.
     """
 
@@ -43,6 +46,7 @@ class DedupResults:
     runs: Sequence[Line]
     retrained: Sequence[Line] = ()
     serving: Sequence[Line] = ()
+    pairs: Sequence[Line] = ()
     checked: Line
 
     def cells(self, scenario: str, table: str, row: object) -> list[Line]:
@@ -63,13 +67,15 @@ class DedupResults:
 
 
 def keep(out: Path, path: Path) -> None:
-    """Write what tables need of the results in the study's folder into one file of lines, in place of what it held.
+    """Write what tables need of the results in the study's folder into one file of lines.
+
+    A line takes the place of what the file held of the same; a folder of some scenarios leaves the others' lines.
 
     Raises:
-        InputError: there are no models, or no cells.
+        InputError: there are none.
     """
     found = {part: lines(out / file) for part, file in _FILES.items()}
-    if not found["models"] or not found["runs"]:
+    if not any(found.values()):
         raise InputError(f"out = {str(out)!r}: holds no results; train and run come first")
     if (out / CHECK).is_file():
         found["checked"] = [json.loads((out / CHECK).read_text())]
@@ -82,8 +88,14 @@ def keep(out: Path, path: Path) -> None:
         run["accuracy"] = {
             split: {name: values[name] for name in names if name in values} for split, values in run["accuracy"].items()
         }
-    kept = [{"part": part, **_rounded(line)} for part, several in found.items() for line in several]
-    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+    kept = {_place(line): line for line in lines(path)}
+    kept |= {_place(line): line for line in ({"part": p, **_rounded(each)} for p, of in found.items() for each in of)}
+    ordered = sorted(kept.values(), key=lambda line: [*_FILES, "checked"].index(line["part"]))
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in ordered).encode())
+
+
+def _place(line: Line) -> tuple[str, ...]:
+    return line["part"], line.get("scenario", ""), line.get("name", line.get("key", ""))
 
 
 def _rounded(value: Any) -> Any:
@@ -107,10 +119,11 @@ def read(path: Path) -> DedupResults:
     if not found:
         raise InputError(f"lines = {str(path)!r}: holds no results; train and run come first")
     return DedupResults(
-        models={model["name"]: model for model in found["models"]},
-        runs=found["runs"],
+        models={model["name"]: model for model in found.get("models", [])},
+        runs=found.get("runs", []),
         retrained=found.get("retrained", []),
         serving=found.get("serving", []),
+        pairs=found.get("pairs", []),
         checked=found["checked"][0] if "checked" in found else {},
     )
 

@@ -27,7 +27,7 @@ from simulations.studies.dedup.report.results import (
 )
 from simulations.studies.harness import Line, table
 
-TABLE, BASES = "algorithms", "bases"
+TABLE, BASES, CANDIDATES = "algorithms", "bases", "base"
 STRATEGIES = ("single", "multi", "cross")
 RELAXED = ("A2", "A3", "B1", "B2", "B3")
 OWN = ("C1", "C2", "C3", "C4")
@@ -191,6 +191,7 @@ def by_bases(results: DedupResults) -> str:
             "Base selection, `dred` (Figures 6 and 9)",
             "C.R. and rise of the epsilons over those of `single`; the rise where that of `single` is not zero.",
             "\n".join(_compared(results)),
+            _by_candidate(results),
         )
         if results.having(BASES)
         else ""
@@ -209,6 +210,17 @@ def _compared(results: DedupResults) -> Iterator[str]:
         said = [_said(results, scenarios, place, name, *papers.get(name, ("", ""))) for name in _PAPER]
         if any(said):
             yield f"- {told}: {'; '.join(filter(None, said))}."
+
+
+def _by_candidate(results: DedupResults) -> str:
+    """Figure 9: every candidate alone as the base of all, and what base selection finds among the models."""
+    rows = []
+    for name in results.having(CANDIDATES, OWN):
+        names = dict.fromkeys(cell["cell"]["row"] for cell in results.table(name, CANDIDATES))
+        rows += [(name, f"`{each}`", by_both(results, name, CANDIDATES, each)) for each in names]
+        rows.append((name, "one of its own", by_both(results, name, BASES, "single")))
+    headers = ("Figure 9", "base of all others", "C.R. % by a proof / by the paper's rule")
+    return table(headers, rows) if rows else ""
 
 
 def _said(
