@@ -54,6 +54,9 @@ _LEAST_GAP = 1e-6
 
 CONVENTION_FILE = "fedpriv.json"
 
+# The names of what gives an encoder's attention its queries and values, in models of which peft knows none.
+_ATTENTION = (("query", "value"), ("q", "v"), ("q_lin", "v_lin"), ("query_proj", "value_proj"), ("Wqkv",), ("in_proj",))
+
 # peft's kinds of adapters that `save` writes; others may name files and models of their own.
 _WRITTEN = ("LORA", "LN_TUNING")
 
@@ -248,14 +251,16 @@ def _weights_config(base: BaseModel, settings: LoraSettings) -> LNTuningConfig:
 
 
 def default_targets(base: BaseModel) -> tuple[str, ...]:
-    """The linear layers that peft adapts by default in a model of this type.
+    """The linear layers that peft adapts by default in a model of this type, or else the projections of its attention.
 
     Raises:
-        InputError: peft has no default for it, or a pattern instead of a list.
+        InputError: peft has no default for it, or a pattern instead of a list, and no layer has a usual name.
     """
     model_type = base.model.config.model_type
-    extra = {"camembert": ["query", "value"], "distilbert": ["q_lin", "v_lin"]}
-    names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type) or extra.get(model_type)
+    known = {"nomic_bert": ["q_proj", "v_proj"], **TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING}
+    if (names := known.get(model_type)) is None:
+        inside = {name.rsplit(".", 1)[-1] for name, m in base.model.named_modules() if isinstance(m, nn.Linear)}
+        names = next((usual for usual in _ATTENTION if inside.issuperset(usual)), None)
     if names is None or isinstance(names, str):
         raise InputError(f"target_modules: peft has no list of defaults for a {model_type} model; name the layers")
     return tuple(names)
