@@ -27,6 +27,7 @@ import torch
 from peft import LNTuningConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import CONFIG_NAME, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -180,7 +181,10 @@ def attach(
     configured = _weights_config if settings.trains in ("weights", "biases") else _lora_config
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = get_peft_model(base.model, configured(base, settings)).eval()
+        try:
+            model = get_peft_model(base.model, configured(base, settings)).eval()
+        except NoMatchingPeftModuleError:  # layers that share their weights have no numbers of their own
+            raise InputError(f"layers = {settings.layers!r}: not in model {base.name!r}; use layers = all") from None
         if settings.trains == "lora-r":
             _put_between(model, factors(model))
         elif rows and settings.trains == "lora-b":

@@ -89,6 +89,8 @@ def test_layers_that_a_pass_calls_twice_train_a_head_alone():
     model = TrainingModel(move(attach(base, LoraSettings(rank=2))), memory_limit=2**30)
     with pytest.raises(ValueError, match="called twice in one forward pass"):
         per_sample_gradients(model.layers, lambda: model.logits(random_records(2).items(), cached=False)[0].sum(dim=1))
+    with pytest.raises(InputError, match=r"layers = 'last-1': not in model 'albert'; use layers = all"):
+        attach(random_base("albert", num_hidden_layers=2), LoraSettings(rank=2, layers="last-1"))
 
 
 @pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])

@@ -178,7 +178,7 @@ def test_every_encoder_runs_and_all_its_exports_answer_without_fedpriv_as_predic
     for kind, is_expressible in {**TABLE, "gpt2": "no"}.items():
         made = encoder_run(kind, True, tiny_bert, tmp_path / kind, DESCRIBED if kind == "mpnet" else None)
         values = {"model": tmp_path / kind / "model", "data": table, "client_column": "site", "max_length": 32}
-        values |= {"rounds": 3, "noise_multiplier": 0.3, "batch_size": 16, "comparison": "false", "simulate": "true"}
+        values |= {"rounds": 3, "noise_multiplier": 0.3, "layers": "all", "comparison": "false", "simulate": "true"}
         values |= {"out": tmp_path / kind / "trained", "train": "head" if kind == "albert" else "all"}
         fedpriv("run", *(word for key, value in values.items() if value for word in ("-c", f"{key}={value}")))
         for name, run in (("random", made), ("trained", tmp_path / kind / "trained")):
