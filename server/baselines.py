@@ -187,8 +187,7 @@ def _features(model: TrainingModel, items: Sequence[Item], *, cached: bool) -> n
     lora.write_parameters(model.parameters, without)
     encoder = model.peft_model.get_base_model().base_model
     states: list[torch.Tensor] = []
-    # Before the hooks that put a pooled vector in place of the first token's state.
-    handle = encoder.register_forward_hook(lambda *call: states.append(call[-1][0]), prepend=True)
+    handle = encoder.register_forward_hook(lambda *call: states.append(call[-1][0]))
     pooled = np.zeros((len(items), model.peft_model.config.hidden_size))
     try:
         for positions in passes_by_length(items):

@@ -38,24 +38,7 @@ _COMPLETE_VARIABLE = "_SIMULATIONS_COMPLETE"
 
 # The answers are lines of `type,value`. `=` ends a word in bash, so the line up to the cursor is split at blanks alone,
 # and what is before a `=` is cut off the answers.
-_SCRIPT = """\
-_simulations_completion() {
-    local line="${COMP_LINE:0:$COMP_POINT}" words cur reply
-    COMPREPLY=()
-    [[ "$line" =~ ^[^[:space:]]*python[0-9.]*[[:space:]]+-m[[:space:]]+simulations[[:space:]] ]] || return 0
-    words="simulations ${line#"${BASH_REMATCH[0]}"}"
-    cur="${line##*[[:space:]]}"
-    while IFS= read -r reply; do
-        [[ "$reply" == plain,* ]] && reply="${reply#plain,}" || continue  # files are the shell's
-        [[ "$reply" == "$cur"* ]] || continue
-        [[ "$reply" == *= ]] && compopt -o nospace 2>/dev/null
-        [[ "$cur" == *=* ]] && reply="${reply#*=}"
-        COMPREPLY+=("$reply")
-    done < <(COMP_WORDS="$words" COMP_CWORD=$(($(wc -w <<<"$words") - $([ -n "$cur" ] && echo 1 || echo 0))) \
-        VARIABLE=complete_bash "${line%%[[:space:]]*}" -m simulations 2>/dev/null)
-}
-complete -o default -F _simulations_completion python python3
-""".replace("VARIABLE", _COMPLETE_VARIABLE)
+_SCRIPT = Path(__file__).with_name("completion.bash").read_text("utf-8").replace("VARIABLE", _COMPLETE_VARIABLE)
 
 
 def _show_script(value: bool) -> None:

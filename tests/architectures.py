@@ -26,7 +26,10 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
         **{"pad_token_id": 0, "num_labels": 3},
     },
     "electra": {**_ENCODER, "embedding_size": 32},
+    # One layer, since all layers share their weights, and what is called twice in a pass is not trained.
+    "albert": {**_ENCODER, "embedding_size": 32, "num_hidden_layers": 1},
     "ernie": _ENCODER,
+    "nomic_bert": _ENCODER,
     "modernbert": {
         **_ENCODER,
         "global_attn_every_n_layers": 1,
@@ -56,7 +59,7 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
 
 
 # Encoders whose head of several layers is replaced where features are normalised.
-REPLACED_HEADS = ("roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+REPLACED_HEADS = ("roberta", "xlm-roberta", "camembert", "electra", "distilbert", "mpnet", "modernbert", "deberta-v2")
 
 
 def random_model(kind: str, **sizes: int) -> Any:
@@ -92,10 +95,6 @@ def save(model: Any, folder: Path, *, tokenizer_of: Path) -> Path:
 EVERY_DAY = ("bert", "gpt2", "llama", "mixtral")
 # Where peft has no default.
 TARGETS = {
-    "ernie": ("query", "value"),
-    "modernbert": ("Wqkv",),
-    "mpnet": ("q", "v"),
-    "convbert": ("query", "value"),
     "fnet": ("dense",),
     "olmo2": ("q_proj", "v_proj"),
     "phi3": ("qkv_proj",),

@@ -105,6 +105,9 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")],
     variant: VariantName = "",
     model: ModelName = "",
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="A classifier for the pipeline of transformers, twice as wide.")
+    ] = False,
     gguf: Annotated[bool, typer.Option("--gguf", help="For llama.cpp and Ollama; language models alone.")] = False,
     only: Annotated[
         str, typer.Option(help="With --gguf: the LoRA adapter, or the whole model, alone.", metavar="[adapter|model]")
@@ -119,9 +122,10 @@ def export(
 ) -> Result:
     """Write a run's model as a folder that loads without fedpriv and answers as `fedpriv predict` does.
 
-    A classifier of pooled texts becomes a sentence-transformers model, any other a transformers model, with the
-    adapter merged in float32. With --gguf a language model becomes adapter.gguf, a LoRA for the base's GGUF file,
-    model.gguf, the whole model, and a Modelfile. Its README.md shows how to use it.
+    A classifier of pooled texts becomes a sentence-transformers model, or with --transformers one for its pipeline; any
+    other becomes a transformers model, with the adapter merged in float32. With --gguf a language model becomes
+    adapter.gguf, a LoRA for the base's GGUF file, model.gguf, the whole model, and a Modelfile. Its README.md shows how
+    to use it.
 
     Example: fedpriv export results/20261121-042553-embedded model-for-everyone
 
@@ -137,8 +141,8 @@ def export(
         return _export_gguf(found, out, only, precision)
     if only or precision != "float16":
         raise InputError("only, precision: are of --gguf; add it, or leave them out")
-    form = form_of(found)
-    export_to(saved.load(found), out)
+    form = "transformers" if transformers else form_of(found)
+    export_to(saved.load(found), out, form)
     values = {"out": str(out), "variant": found.name, "library": form}
     return Result(values, [f"{out}: {found.name} as a {form} model; {out / 'README.md'} shows how to use it"])
 

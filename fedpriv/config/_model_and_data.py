@@ -55,9 +55,9 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     """The model that is fine-tuned, and its adapter."""
 
     model: Annotated[str, Fact.PATH] = "all-MiniLM-L6-v2"
-    """a folder with safetensors, a [`.gguf` file](base_models.md#models-in-gguf-files), the bundled encoder,
-    `SmolLM2-135M-Instruct` (`make llm`) or a name on the Hugging Face Hub, tried in this order; or `own:DIGEST`, [your
-    module](training.md#a-federation)"""
+    """a folder with safetensors, a [`.gguf` file](base_models.md#models-in-gguf-files), the bundled encoder, `mpnet`
+    (`make mpnet`), `SmolLM2-135M-Instruct` (`make llm`) or a name on the Hugging Face Hub, tried in this order; or
+    `own:DIGEST`, [your module](training.md#a-federation)"""
     task: Annotated[Literal["SEQ_CLS", "CAUSAL_LM"], Fact.RECORDS | Fact.TEXTS] = "SEQ_CLS"
     """`SEQ_CLS` also trains a classification head"""
     rank: Annotated[Count, Fact.TEXTS] = 4
@@ -74,7 +74,7 @@ class ModelSection(ConfigSection, title="Model and adapter", facts=Fact.RELEASE 
     max_length: Annotated[Count, Fact.TEXTS] = 64
     """the most tokens of a record; longer ones are truncated, prompts before responses"""
     normalize_features: Annotated[bool, Fact.TEXTS] = True
-    """scales the head's input to unit length; [heads of several layers](base_models.md#encoders-are-mean-pooled)
+    """scales the head's input to unit length; [heads of several layers](base_models.md#encoders)
     become linear"""
     train: Annotated[Train, Fact.TEXTS] = "all"
     """`all`: A, B and head. `auto`: by N, K and epsilon, the head or [R between frozen

@@ -6,38 +6,16 @@ import functools
 import importlib
 import threading
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# {part: MODULE:ATTRIBUTE of the functions whose time it is}. What runs within another part counts for itself alone.
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "start": (
-        "fedpriv.learning.training.workbench:load_model",
-        "fedpriv.learning.data.federated:load",
-        "ray:init",
-        "ray:shutdown",
-    ),
-    "tokenizing": ("fedpriv.learning.training.workbench:tokenize",),
-    "cache filling": ("fedpriv.learning.training._caches:PrefixCache._keep",),
-    "steps": (
-        "simulations.engines.federation:execute_stacked",
-        "fedpriv.holder.vault.answer:execute_one_by_one",
-        "simulations.engines.ray_actors:RayExecutor.__call__",
-    ),
-    "evaluation": ("fedpriv.learning.training.workbench:Workbench.evaluate",),
-    "aggregation": ("server.strategy:RuleStrategy._close_round",),
-    "ledger": tuple(
-        f"fedpriv.privacy.ledger.ledger:Ledger.{name}" for name in ("__init__", "charge", "release", "store")
-    ),
-    "messages": ("server.strategy:RuleStrategy._charged_messages", "server.round:Round.collect"),
-    "tables": ("server.strategy:RuleStrategy._report",),
-    "checkpoints": ("server.checkpoint:write",),
-    "variants": ("server.registry:keep",),
-    "report": ("server.app:_write_report",),
-}
+PARTS: Mapping[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""{part: the functions whose time it is}"""
 
 
 class Clock:

@@ -15,6 +15,7 @@ import torch
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
+from fedpriv.learning.adapters import BUNDLED_ENCODER, MPNET
 from fedpriv.learning.data import TextData
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training import Body
@@ -37,6 +38,9 @@ EPSILONS: tuple[float | None, ...] = (2.0, 8.0, 1.0, None)
 # More budget must never hurt: the head alone, over these.
 BUDGETS: tuple[float | None, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, None)
 BUDGET_CORPORA = ["SST-2 6,000 iid", "Adult in sentences", "embedded"]
+
+# On which another encoder is compared.
+LARGER = ["embedded", "SST-2 6,000 iid"]
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 
@@ -107,6 +111,7 @@ class UtilityCell:
         epsilon: of every client on the view, or None for a run without noise.
         view: `local`, or `sum` where only the sum of all uploads is seen.
         seed: of the split, the clients' records and the noise.
+        encoder: the base model.
     """
 
     corpus: str
@@ -114,12 +119,14 @@ class UtilityCell:
     epsilon: float | None
     view: str = "local"
     seed: int = 0
+    encoder: str = BUNDLED_ENCODER
 
     @property
     def key(self) -> str:
         """Unique among the cells."""
         epsilon = "none" if self.epsilon is None else f"{self.epsilon:g}"
-        return "/".join((self.corpus, self.method, epsilon, self.view, str(self.seed)))
+        other = [] if self.encoder == BUNDLED_ENCODER else [self.encoder]
+        return "/".join((self.corpus, self.method, epsilon, self.view, str(self.seed), *other))
 
     @property
     def is_validated(self) -> bool:
@@ -160,6 +167,9 @@ def _in_order(seeds: Sequence[int]) -> Iterator[UtilityCell]:
     yield from _all(NAMED[1:], [RECIPE, AUTO], private, seeds=seeds)
     yield from _all(NAMED, [RECIPE], private, ("sum",), seeds=seeds)
     yield from _all(NAMED, [RECIPE], rest, seeds=seeds)
+    for corpus in LARGER:
+        yield from _all([corpus], [BASELINES], (None,), seeds=seeds, encoder=MPNET)
+        yield from _all([corpus], ["head"], private, ("local", "sum"), seeds=seeds, encoder=MPNET)
     for corpus in BUDGET_CORPORA:
         yield from _all([corpus], ["head"], BUDGETS, seeds=seeds)
         yield from _all([corpus], ["head"], BUDGETS[:-1], ("sum",), seeds=seeds)
@@ -173,10 +183,11 @@ def _all(
     views: tuple[str, ...] = ("local",),
     *,
     seeds: Sequence[int],
+    encoder: str = BUNDLED_ENCODER,
 ) -> Iterator[UtilityCell]:
     for corpus, seed, view, method, epsilon in product(corpora, seeds, views, methods, epsilons):
         epsilon = None if method in NOT_PRIVATE else epsilon
-        yield UtilityCell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed)
+        yield UtilityCell(corpus=corpus, method=method, epsilon=epsilon, view=view, seed=seed, encoder=encoder)
 
 
 def run_all(runs: Path, out: Path, data: Path, chosen: Sequence[UtilityCell], **which: Any) -> None:
@@ -238,7 +249,8 @@ def configuration(cell: UtilityCell, written: Path, data: Path, out: Path) -> Ru
     """
     pooled = cell.method == CENTRAL
     where = corpora.keys(cell.corpus, cell.seed, data=data, folder=written, validation=cell.is_validated, pooled=pooled)
-    common = {"delta": DELTA, "comparison": False, "baselines": False, "simulate": True, "seed": cell.seed}
+    common: dict[str, Any] = {"delta": DELTA, "comparison": False, "baselines": False, "simulate": True}
+    common |= {"seed": cell.seed, "model": cell.encoder}
     if cell.method in _PLAIN_RATES:
         plain = {**common, **where, "layers": "all", "rank": 16, "alpha": 32, "out": str(out)}
         return plain_configured(plain, weights=cell.method == PLAIN_WEIGHTS)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from fedpriv.learning.adapters import BUNDLED_ENCODER, MPNET
 from simulations.studies._utility_cells import (
     AUTO,
     BASELINES,
@@ -34,6 +35,7 @@ from simulations.studies._utility_cells import (
     EPSILONS,
     FACTORS,
     INGREDIENTS,
+    LARGER,
     NAMED,
     OVERLAP,
     PLAIN_LORA,
@@ -72,6 +74,7 @@ def write(page: Path, runs: Path) -> None:
         "corpora": _corpora(results),
         "many": _many(results),
         "budgets": _budgets(results),
+        "encoders": _encoders(results),
         "ingredients": _ingredients(results),
         "unnamed": _unnamed(results),
     }
@@ -218,6 +221,22 @@ def _overlaps(results: Results) -> str:
     return table(("corpus", "test records", "left", "training records", "within", "equal", "near"), rows)
 
 
+def _encoders(results: Results) -> str:
+    """The head's accuracy and the linear probe's without privacy, by encoder."""
+    settings = [("head", epsilon, view) for view, epsilon in product(("local", "sum"), (2.0, 8.0))]
+    rows, known = [], list[Estimate | None]()
+    for name, encoder in product(LARGER, (BUNDLED_ENCODER, MPNET)):
+        cells = [
+            UtilityCell(corpus=name, method=method, epsilon=epsilon, view=view, encoder=encoder)
+            for method, epsilon, view in (*settings, (BASELINES, None, "local"))
+        ]
+        found = [Estimate.of(results.by_seed(cell).values()) for cell in cells]
+        rows.append((name, encoder, *map(bare, found)))
+        known += found
+    headers = ("corpus", "encoder", *(f"{view}, epsilon {epsilon:g}" for _, epsilon, view in settings), "linear probe")
+    return f"{table(headers, rows)}\n\n{errors(known)}"
+
+
 def _ingredients(results: Results) -> str:
     whole = _by_seed(results, NAMED[0], "head", 2.0)
     found = {method: difference(_by_seed(results, NAMED[0], method, 2.0), whole) for method in INGREDIENTS}
@@ -251,8 +270,9 @@ def _gap_to_probe(results: Results, name: str) -> Estimate | None:
     return difference(_by_seed(results, name, "head", 8.0), _by_seed(results, name, BASELINES, None))
 
 
-def _kind(cell: UtilityCell) -> tuple[str, str]:
-    return "grid of rates" if cell.method in RATES else cell.method, cell.view
+def _kind(cell: UtilityCell) -> tuple[str, ...]:
+    other = () if cell.encoder == BUNDLED_ENCODER else (cell.encoder,)
+    return "grid of rates" if cell.method in RATES else cell.method, cell.view, *other
 
 
 def _epsilon(epsilon: float | None) -> str:

@@ -67,7 +67,7 @@ def weightless(tmp_path: Path) -> Path:
         (["rounds"], ["rounds", "key=value"]),
         (["engine=teleport"], ["engine = 'teleport'", "in-process"]),
         (["layers=last-9"], ["layers = 'last-9'", "6 layers"]),
-        (["max_length=100000"], ["max_length = 100000", "512"]),
+        (["max_length=100000"], ["max_length = 100000", "256"]),
     ],
     ids=lambda value: value[-1].split("{")[0] if isinstance(value, list) else None,
 )

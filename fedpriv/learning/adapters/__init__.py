@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.adapters._locations import BUNDLED_ENCODER as BUNDLED_ENCODER
     from fedpriv.learning.adapters._locations import BUNDLED_LANGUAGE_MODEL as BUNDLED_LANGUAGE_MODEL
     from fedpriv.learning.adapters._locations import GIT_LFS as GIT_LFS
+    from fedpriv.learning.adapters._locations import MPNET as MPNET
     from fedpriv.learning.adapters._locations import check_model as check_model
     from fedpriv.learning.adapters._locations import check_weights as check_weights
     from fedpriv.learning.adapters._locations import hub_problem as hub_problem

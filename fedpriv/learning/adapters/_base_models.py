@@ -23,7 +23,14 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from tokenizers.normalizers import Lowercase, Prepend
+from tokenizers.normalizers import Sequence as Normalizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from fedpriv.errors import InputError, first_line
 from fedpriv.files import new_folder, sha256_of
@@ -52,6 +59,7 @@ class BaseModel:
         tokenizer: the transformers tokenizer, with a padding token.
         new_modules: modules missing from the checkpoint, which must be trained and saved with the adapter.
         pooling: one of `fedpriv.learning.adapters.pooling.CONVENTIONS`.
+        longest: tokens of the longest text that it was made for; None if nothing says so.
     """
 
     name: str
@@ -59,6 +67,7 @@ class BaseModel:
     tokenizer: Any
     new_modules: tuple[str, ...]
     pooling: str
+    longest: int | None = None
 
 
 def model_folder(name: str) -> Path:
@@ -122,9 +131,27 @@ def load_tokenizer(name: str) -> Any:
     location = resolve(name)
     try:
         with quiet_transformers():
-            return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+            return _tokenizer(location, pooling.described(location))
     except (OSError, ValueError) as error:
         raise InputError(f"model = {name!r}: its tokenizer cannot be loaded ({first_line(error)})") from None
+
+
+def _tokenizer(location: str, says: pooling.SelfDescription) -> Any:
+    """The tokenizer, which puts the prompt before every text by itself, so that every reader of texts does.
+
+    An empty text gets none, and one with the name of a special token in it gets another behind that.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+    steps = [Prepend(says.prompt)] * bool(says.prompt) + [Lowercase()] * says.lowers
+    if not steps:
+        return tokenizer
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(f"a {type(tokenizer).__name__} can put no prompt before texts")
+    own = tokenizer.backend_tokenizer.normalizer
+    tokenizer.backend_tokenizer.normalizer = Normalizers([*steps, *([own] if own else [])])
+    kept = {name: getattr(tokenizer, name) for name in ("model_max_length", "model_input_names", "padding_side")}
+    # Of this class, since others make their normalizer anew when they are read again.
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map, **kept)
 
 
 def load_base(
@@ -161,6 +188,7 @@ def load_base(
     options = {"num_labels": num_labels, "ignore_mismatched_sizes": True} if task == "SEQ_CLS" else {}
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            says = pooling.described(location) if task == "SEQ_CLS" else pooling.SelfDescription()
             torch.manual_seed(seed)
             model, info = loader.from_pretrained(
                 location,
@@ -170,7 +198,7 @@ def load_base(
                 dtype=dtype,
                 **options,
             )
-            tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+            tokenizer = _tokenizer(location, says)
     except (ImportError, OSError, ValueError) as error:  # it may ask for a package that is not here
         raise InputError(f"model = {name!r}: cannot be loaded for {task} ({first_line(error)})") from None
     if tokenizer.pad_token is None:
@@ -181,7 +209,7 @@ def load_base(
     if other := sorted(key for key, shape in resized.items() if shape[0] != num_labels):
         raise InputError(f"model = {name!r}: its weights do not fit its config.json ({other[0]})")
     missing = {*info["missing_keys"], *resized}
-    base = freeze(name, model, tokenizer, missing=missing, task=task, normalize=normalize)
+    base = freeze(name, model, tokenizer, missing=missing, task=task, normalize=normalize, says=says)
     if labels and not base.new_modules:
         _put_in_order(base, labels)
     return base
@@ -211,35 +239,40 @@ def _put_in_order(base: BaseModel, labels: Sequence[str]) -> None:
 
 
 def freeze(
-    name: str, model: Any, tokenizer: Any, *, missing: Any = (), task: str, normalize: bool = False
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    *,
+    missing: Any = (),
+    task: str,
+    normalize: bool = False,
+    says: pooling.SelfDescription = pooling.SelfDescription(),  # noqa: B008  # frozen
 ) -> BaseModel:
-    """The model as a frozen base: in eval mode, nothing trainable, encoders with mean pooling.
+    """The model as a frozen base: in eval mode, nothing trainable, and a classifier with a pooling and a linear head.
 
     With `normalize`, the head reads vectors of a fixed length (`fedpriv.learning.adapters.pooling`), is new whether or
-    not the checkpoint has one, and starts at zero: a random start, of a norm of about 0.4, would be noise alone. It is
-    one linear layer, also where the model's own head has several.
+    not the checkpoint has one, and starts at zero: a random start, of a norm of about 0.4, would be noise alone. A head
+    of several layers that the checkpoint lacks is one linear layer too, and starts at zero.
 
     Raises:
-        InputError: `normalize` is set, and the head is not one linear layer and cannot be replaced by one.
+        InputError: `normalize` is set, and there is no classifier's backbone whose states could be pooled.
     """
-    if normalize and (task != "SEQ_CLS" or not pooling.can_be_linear(model)):
-        raise InputError(
-            f"model = {name!r}: normalised features need a classifier whose head is one linear layer or is known to be "
-            f"replaceable by one, and that of a {type(model).__name__} is neither; use recipe = per-sample"
-        )
-    convention = pooling.pooling_of(model, normalize=normalize) if task == "SEQ_CLS" else "model"
-    pooling.apply(model, convention)
-    new = {_zero_head(model)} if normalize else {key.split(".")[0] for key in missing} - {model.base_model_prefix}
+    if normalize and task != "SEQ_CLS":
+        raise InputError(f"model = {name!r}: normalised features need a classifier; use recipe = per-sample")
+    convention, outside = "model", {key.split(".")[0] for key in missing} - {model.base_model_prefix}
+    if task == "SEQ_CLS":
+        try:
+            convention = pooling.convention_of(model, says.pooling, normalize=normalize, is_whole=not outside)
+        except ValueError as error:
+            raise InputError(f"model = {name!r}: {error}; or recipe = per-sample") from None
+        own = pooling.linear_head(model)
+        pooling.apply(model, convention)
+        if convention != "model" and (normalize or outside or own is None):
+            outside = {model.head_name}
+            if normalize:
+                pooling.zero(getattr(model, model.head_name))
     model.eval().requires_grad_(False)
-    return BaseModel(name, model, tokenizer, tuple(sorted(new)), convention)
-
-
-def _zero_head(model: Any) -> str:
-    """The name of the classification model's linear head, which is all zeros from now on."""
-    found = pooling.linear_head(model)
-    assert found is not None  # `pooling.apply` makes sure
-    pooling.zero(found[1])
-    return found[0]
+    return BaseModel(name, model, tokenizer, tuple(sorted(outside)), convention, says.longest)
 
 
 @contextmanager

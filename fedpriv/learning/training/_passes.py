@@ -208,6 +208,7 @@ def predictions(logits: Tensor, batch: Mapping[str, Tensor]) -> Predictions:
     return Predictions(losses=losses.sum(dim=1) / divisors, hits=correct.sum(dim=1) / divisors, num_targets=num_targets)
 
 
+@torch.no_grad()
 def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
     """The frozen linear layer whose output is a causal model's logits; None if there is none, or they are not that.
 
@@ -218,19 +219,13 @@ def output_layer(model: Any, inputs: dict[str, Tensor]) -> nn.Linear | None:
     layer = model.get_output_embeddings() if lora.is_causal(model) else None
     if type(layer) is not nn.Linear:
         return None
-    return layer if input_of_last(model, layer, inputs) is not None else None
-
-
-@torch.no_grad()
-def input_of_last(model: Any, layer: nn.Module, inputs: dict[str, Tensor]) -> Tensor | None:
-    """The layer's own input in a pass of these inputs; None unless it is called once and returns the model's logits."""
-    calls: list[tuple[Tensor, Tensor]] = []
-    hook = layer.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))
+    calls: list[Tensor] = []
+    hook = layer.register_forward_hook(lambda _, _args, output: calls.append(output))
     try:
         logits = model(**inputs).logits
     finally:
         hook.remove()
-    return calls[0][0] if len(calls) == 1 and calls[0][1] is logits else None
+    return layer if len(calls) == 1 and calls[0] is logits else None
 
 
 def places_of(targets: Tensor) -> list[Tensor]:

@@ -21,6 +21,7 @@ from fedpriv.learning.adapters import (
     lora,
     same_merged,
 )
+from fedpriv.learning.adapters.pooling import pools
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Item, Records, collate, num_tokens
 from fedpriv.learning.training._caches import (
@@ -38,7 +39,6 @@ from fedpriv.learning.training._passes import (
     batches,
     class_sum_losses,
     even_predictions,
-    input_of_last,
     next_token_targets,
     output_layer,
     padded,
@@ -286,10 +286,7 @@ class TrainingModel:
 
     def _find_head(self) -> str | None:
         names = [name for name in self.layers if ".modules_to_save." in name]
-        if len(names) != 1:
-            return None
-        read = input_of_last(self.peft_model, self.layers[names[0]].module, self._first_tokens())
-        return names[0] if read is not None and read.dim() == 2 else None
+        return names[0] if len(names) == 1 and pools(self.peft_model.get_base_model()) else None
 
     @property
     def head_tensors(self) -> set[str]:

@@ -135,6 +135,11 @@ def load_frozen(config: RunConfig, model: str, *, task: str, labels: tuple[str, 
     dtype: Any = "auto" if quantised else torch.float32
     base = load_base(model, task=task, labels=labels, seed=config.seed, normalize=normalize, dtype=dtype)
     check_weights(base)
+    if base.longest is not None and config.max_length > base.longest:
+        raise InputError(
+            f"max_length = {config.max_length}: model {model!r} reads {base.longest} tokens at most, as max_seq_length "
+            f"in its sentence_bert_config.json says; use {base.longest}"
+        )
     if quantised:
         quantise(base.name, base.model, _device(config.device))
     return base

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 import string
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,7 +21,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from fedpriv.config import ON_NODES
 from fedpriv.errors import InputError
 from fedpriv.files import replace_file
-from fedpriv.learning.adapters import pooling
 from fedpriv.learning.data.records import TextReading
 from fedpriv.models.publishing.saved import GLOBAL, SavedVariant, all_in
 from fedpriv.privacy.accounting.views import readers_label
@@ -38,10 +38,6 @@ _ADAPTERS = ("adapter", "gguf-adapter")
 _CLIENT = "client-"
 _FLOAT32 = "The base of this export is in float32"
 
-_DEDUPLICATED = (
-    "It was deduplicated: some of its values may be those of other variants of the run, which stand in for its own."
-)
-_UNPROVEN = "How much worse it became is **{}**: the search kept its bound, of which nothing follows for other records."
 
 GgufForm = Literal["gguf", "gguf-adapter", "gguf-model"]
 """The content of a folder for llama.cpp and Ollama: a LoRA and a whole model, or one of them."""
@@ -49,98 +45,13 @@ GgufForm = Literal["gguf", "gguf-adapter", "gguf-model"]
 Form = Literal["adapter", "sentence-transformers", "transformers", GgufForm]
 """The content of a folder: a peft adapter, or a whole model for one of two libraries, or files for llama.cpp."""
 
+_TEXTS: Mapping[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
 Precision = Literal["float16", "bfloat16", "float32"]
 """The format of a GGUF file's matrices."""
 
-_SENTENCES = """
-import json
-from sentence_transformers import SentenceTransformer
-
-folder = "."  # this folder
-model = SentenceTransformer(folder)
-with open(f"{folder}/config.json", encoding="utf-8") as file:
-    labels = json.load(file)["id2label"]
-for scores in model.encode(["your text"], convert_to_tensor=True).softmax(dim=1):
-    best = int(scores.argmax())
-    print(labels[str(best)], float(scores[best]))
-"""
-
-_CLASSES = """
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-inputs = tokenizer(ARGUMENTS, truncation=True, max_length=LENGTH, return_tensors="pt")
-scores = model(**inputs).logits[0].softmax(dim=0)
-best = int(scores.argmax())
-print(model.config.id2label[best], float(scores[best]))
-"""
-
-_ANSWERS = """
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder).eval()
-prompt = "your question"
-INPUTS
-output = model.generate(**inputs)  # greedy, as generation_config.json says
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
-"""
-
-_FEDPRIV = """
-fedpriv predict . "your text"
-"""
-
-_PEFT_CLASSES = """
-import json
-from peft import AutoPeftModelForSequenceClassification
-
-folder = "."  # this folder
-with open(f"{folder}/fedpriv.json", encoding="utf-8") as file:
-    labels = json.load(file)["labels"]
-model = AutoPeftModelForSequenceClassification.from_pretrained(
-    folder, id2label=dict(enumerate(labels)), label2id={label: index for index, label in enumerate(labels)}
-)
-"""
-
-_PEFT_ANSWERS = """
-from peft import AutoPeftModelForCausalLM
-
-model = AutoPeftModelForCausalLM.from_pretrained(".")  # this folder
-"""
-
-_VLLM = """
-vllm serve BASE --enable-lora --max-lora-rank RANK --lora-modules NAME=.
-"""
-
 # The ranks that vLLM takes.
 _RANKS_OF_VLLM = (8, 16, 32, 64, 128, 256, 320, 512)
-
-_LLAMA_CHAT = """
-from llama_cpp import Llama
-
-model = Llama(FILES, n_ctx=0, verbose=False)
-prompt = "your question"
-messages = MESSAGES
-answer = model.create_chat_completion(messages, temperature=0, max_tokens=LENGTH)
-print(answer["choices"][0]["message"]["content"].strip())
-"""
-
-_LLAMA_TEXT = """
-from llama_cpp import Llama
-
-model = Llama(FILES, n_ctx=0, verbose=False)
-prompt = "your question"
-answer = model.create_completion(prompt, temperature=0, max_tokens=LENGTH)
-print(answer["choices"][0]["text"].strip())
-"""
-
-_OLLAMA = """
-ollama create my-model -f Modelfile
-ollama run my-model "your question"
-"""
 
 _MOST = 200
 
@@ -212,7 +123,8 @@ def _metadata(saved: SavedVariant, summary: Mapping[str, Any], form: Form, licen
         # A name without an owner is that of a folder, not of a model on the Hub.
         base_model=base if base.count("/") == 1 else None,
         library_name="peft" if form == "adapter" else "gguf" if form in get_args(GgufForm) else form,
-        pipeline_tag=_PIPELINES[saved.task],
+        # Other forms and poolings are none that a pipeline knows: it would put a random or another head in their place.
+        pipeline_tag=_PIPELINES[saved.task] if form == "transformers" or saved.pooling == "model" else None,
         license=license or None,
         tags=tags,
         model_name=saved.name,
@@ -236,8 +148,8 @@ def _body(saved: SavedVariant, run: RunFolder, form: Form) -> list[str]:
         "",
         f"{kind} {base}. {whose}, with fedpriv.",
         "",
-        *([_DEDUPLICATED, ""] if len(saved.sources) > 1 else []),
-        *([_UNPROVEN.format(marked), ""] if (marked := saved.kept.unproven(saved.name)) else []),
+        *([_TEXTS["deduplicated"], ""] if len(saved.sources) > 1 else []),
+        *([_TEXTS["unproven"].replace("MARKED", marked), ""] if (marked := saved.kept.unproven(saved.name)) else []),
         *_section("Use", lines_of_use(saved, form)),
         *_section("Privacy", _privacy(saved, summary, reason)),
         *_section("Data", [_data(saved, summary)]),
@@ -254,14 +166,6 @@ def _section(title: str, lines: Iterable[str]) -> list[str]:
 
 def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> list[str]:
     unit = str(summary.get("unit") or "record")
-    head = (
-        "What was accounted for, which guarantees nothing here:"
-        if reason
-        else (
-            "At most this holds for every data holder. It counts all that the run released, and what earlier runs "
-            "released on the same data, so it covers this variant and every other of the run, however many are read:"
-        )
-    )
     uploads = any(name.startswith(_CLIENT) for name in saved.sources)  # values of one data holder's upload may be in it
     views = ["local"] if uploads else ["local", "rho", "aggregate"]
     epsilons = {view: _epsilon(summary.get(f"epsilon_{view}_max")) for view in views}
@@ -280,7 +184,7 @@ def _privacy(saved: SavedVariant, summary: Mapping[str, Any], reason: str) -> li
         "budget counts": f"the {summary.get('privacy_view')} view",
     }
     return [
-        head,
+        _TEXTS["accounted"] if reason else _TEXTS["holds"],
         "",
         "| view | epsilon | delta | against |",
         "| --- | --- | --- | --- |",
@@ -308,11 +212,9 @@ def _data(saved: SavedVariant, summary: Mapping[str, Any]) -> str:
     holders, config = summary.get("num_clients"), saved.config
     if config is None or config.data == ON_NODES:
         return f"Records of {holders} data holders, which never left them. This card names neither holders nor records."
-    where = (
-        "Synthetic records that come with fedpriv"
-        if config.data_are_public and not config.public_data
-        else ("Records that the operator calls public" if config.public_data else "Records of one table")
-    )
+    where = "Records that the operator calls public" if config.public_data else "Records of one table"
+    if config.data_are_public and not config.public_data:
+        where = "Synthetic records that come with fedpriv"
     return f"{where}, divided among {holders} simulated data holders on the operator's machine."
 
 
@@ -348,19 +250,9 @@ def _measured(saved: SavedVariant, run: RunFolder) -> list[str]:
 
 
 def _limits(saved: SavedVariant) -> list[str]:
-    task = (
-        "texts of the kind that its data holders have, in the labels above"
-        if saved.labels
-        else "prompts of the kind that its data holders have"
-    )
-    return [
-        f"For {task}, where a person looks at what it says. It is not a device for decisions about persons, and "
-        "nothing is known of groups that its data holders have few records of. Noise costs accuracy, most for rare "
-        "labels.",
-        "",
-        "Differential privacy bounds what the weights tell of any one record. It does not make answers true, and it "
-        "does not hide what is common to many records.",
-    ]
+    kind = "texts of the kind that its data holders have, in the labels above"
+    kind = kind if saved.labels else "prompts of the kind that its data holders have"
+    return [_TEXTS["limits"].replace("TASK", kind), "", _TEXTS["guarantee"]]
 
 
 def _epsilon(value: Any) -> str:
@@ -378,18 +270,24 @@ def lines_of_use(saved: SavedVariant, form: Form) -> list[str]:
     if form in get_args(GgufForm):
         return _of_gguf(saved, form)
     if form == "sentence-transformers":
-        return [*_code(_SENTENCES), "Scores are probabilities, in the order of labels."]
+        return [
+            *_code(_TEXTS["sentences"]),
+            "Scores are probabilities, in the order of labels.",
+            "",
+            _TEXTS["no_pipeline"],
+        ]
     if saved.task == "SEQ_CLS":
         arguments = '"first text", "second text"' if saved.reading.pairs else '"your text"'
-        return _code(_CLASSES.replace("ARGUMENTS", arguments).replace("LENGTH", str(saved.reading.max_length)))
-    return _code(_ANSWERS.replace("INPUTS", _inputs(saved.reading)))
+        code = _code(_TEXTS["classes"].replace("ARGUMENTS", arguments).replace("LENGTH", str(saved.reading.max_length)))
+        return [*code, *([] if saved.reading.pairs else [_TEXTS["pipeline"]])]
+    return _code(_TEXTS["answers"].replace("INPUTS", _inputs(saved.reading)))
 
 
 def _of_adapter(saved: SavedVariant) -> list[str]:
     found = [
         "Where fedpriv is installed, in this folder:",
         "",
-        *_code(_FEDPRIV, "sh"),
+        *_code(_TEXTS["fedpriv"], "sh"),
         "`fedpriv export . OUT` writes a model that loads without fedpriv and answers alike.",
         "",
     ]
@@ -398,40 +296,34 @@ def _of_adapter(saved: SavedVariant) -> list[str]:
             *found,
             "With peft alone, which has neither the prompts' form nor the end of an answer:",
             "",
-            *_code(_PEFT_ANSWERS),
+            *_code(_TEXTS["peft_answers"]),
             *_for_vllm(saved),
         ]
     if saved.pooling == "model":
-        return [*found, "With peft alone:", "", *_code(_PEFT_CLASSES)]
-    kinds = {"mean": "mean pooling", "unit-mean": "mean pooling and vectors of a fixed length"}
-    kind = kinds.get(saved.pooling, "vectors of a fixed length")
-    found += [
-        f"**Plain peft loads the tensors and gives other probabilities**: the head was trained on {kind}, which peft "
-        "does not know. `fedpriv.learning.adapters.load`, `fedpriv predict` and `fedpriv export` bring that; without "
-        "them use this for the tensors alone:",
+        return [*found, "With peft alone:", "", *_code(_TEXTS["peft_classes"])]
+    unit, _, kind = f"-{saved.pooling}".rpartition("-")
+    kind += " pooling" + " and vectors of a fixed length" * bool(unit)
+    return [
+        *found,
+        _TEXTS["plain_peft"].replace("KIND", kind),
         "",
-        *_code(_PEFT_CLASSES),
+        *_code(_TEXTS["peft_classes"]),
+        _TEXTS["other_head"],
     ]
-    if saved.pooling == "unit-mean":
-        found += [
-            f"Bases of the types {', '.join(sorted(pooling.REPLACED))} have another head here, "
-            "which peft alone refuses."
-        ]
-    return found
 
 
 def _for_vllm(saved: SavedVariant) -> list[str]:
     ranks = [rank for rank in _RANKS_OF_VLLM if rank >= int(saved.settings.get("r") or _RANKS_OF_VLLM[-1] + 1)]
     if not ranks:
         return ["vLLM takes no adapter of this kind or rank; serve what `fedpriv export . OUT` writes."]
-    code = _VLLM.replace("BASE", shlex.quote(_one_line(saved.base))).replace("RANK", str(ranks[0]))
+    code = _TEXTS["vllm"].replace("BASE", shlex.quote(_one_line(saved.base))).replace("RANK", str(ranks[0]))
     code = code.replace("NAME", shlex.quote(saved.name))
     return ["With vLLM, as one of the adapters of its base:", "", *_code(code, "sh")]
 
 
 def _of_gguf(saved: SavedVariant, form: str) -> list[str]:
     reading = saved.reading
-    code = _LLAMA_CHAT.replace("MESSAGES", _messages(reading)) if reading.instructs else _LLAMA_TEXT
+    code = _TEXTS["llama_chat"].replace("MESSAGES", _messages(reading)) if reading.instructs else _TEXTS["llama_text"]
     code = code.replace("LENGTH", str(reading.max_new_tokens))
     found = []
     if form != "gguf-adapter":
@@ -443,7 +335,7 @@ def _of_gguf(saved: SavedVariant, form: str) -> list[str]:
         found += [f"`adapter.gguf` is the LoRA for {base}. With llama-cpp-python:", ""]
         found += _code(code.replace("FILES", '"base.gguf", lora_path="adapter.gguf"'))
         found += ["With llama.cpp:", "", *_code(_asked(reading, "-m base.gguf --lora adapter.gguf"), "sh")]
-    return [*found, "With Ollama:", "", *_code(_OLLAMA, "sh")]
+    return [*found, "With Ollama:", "", *_code(_TEXTS["ollama"], "sh")]
 
 
 def _asked(reading: TextReading, files: str) -> str:

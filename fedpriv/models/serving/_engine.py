@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedpriv.learning.adapters import A_SUFFIX, B_SUFFIX
-from fedpriv.learning.adapters.pooling import pooled, pools
+from fedpriv.learning.adapters.pooling import pools, vectors
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.models.serving.requests import Tokens
 
@@ -179,8 +179,8 @@ class SharedBase:
             rows, texts: see `classify`; the base `embeds`.
         """
         with self._using(rows):
-            output = self._base.base_model(**self._padded_texts(texts))
-        return F.normalize(pooled(output).float(), dim=-1).cpu()
+            read, _ = vectors(self._base, **self._padded_texts(texts))
+        return F.normalize(read, dim=-1).cpu()
 
     def _padded_texts(self, texts: Sequence[Tokens]) -> dict[str, Tensor]:
         longest, padding = max(map(len, texts)), self.config.pad_token_id or 0

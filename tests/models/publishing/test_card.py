@@ -66,7 +66,8 @@ def test_no_figure_of_the_guarantee_is_rounded_down(run, tmp_path):
 
 def test_its_metadata_are_the_hubs(run):
     data = ModelCard(card.text(find(run), license="apache-2.0")).data
-    assert (data.library_name, data.pipeline_tag, data.license) == ("peft", "text-classification", "apache-2.0")
+    # A pipeline would pool otherwise.
+    assert (data.library_name, data.pipeline_tag, data.license) == ("peft", None, "apache-2.0")
     assert "differential-privacy" in data.tags
     assert data.eval_results[0].metric_value == 0.81234
     assert data.base_model is None, "the name of a folder is none of the Hub"

@@ -2,37 +2,40 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DebertaConfig,
-    DebertaModel,
-    DistilBertConfig,
-    DistilBertModel,
-    ElectraConfig,
-    ElectraModel,
-    RobertaConfig,
-    RobertaModel,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
+from fedpriv.errors import InputError
+from fedpriv.learning import adapters
 from fedpriv.models.publishing import export, saved
+from tests import architectures
+from tests.architectures import random_model
 from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
 from tests.served import LABELS, save_run
 
 TEXTS = ["the patient has a rash", "pain in the chest today", "", "a knee cough " * 40]
 PROMPTS = ["is this negative or positive?", "what is flu"]
-KINDS = ["bert", "distilbert", "electra", "roberta", "deberta"]
+# {architecture: whether `--transformers` writes it} of the page's table of encoders.
+PAGE = Path(__file__).parents[3] / "docs" / "base_models.md"
+TABLE = dict(re.findall(r"^\| `([\w-]+)` \|.*\| (yes|no) \|$", PAGE.read_text(), re.M))
+DESCRIBED = {
+    "modules.json": [
+        {"path": "", "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ],
+    "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_cls_token": True},
+    "config_sentence_transformers.json": {"prompts": {"query": "pain today "}},
+}
 
 # Runs the example of each folder's README.md, with our texts; prints what it says and all probabilities.
 RUNNER = """
@@ -50,6 +53,12 @@ for name, folder in folders.items():
         with contextlib.redirect_stdout(said):
             exec(own.replace('"your question"', repr(each)), values)
     scores = None
+    if "pipeline(" in open(folder + "/README.md", encoding="utf-8").read():
+        from transformers import pipeline
+
+        ask = pipeline("text-classification", model=folder, device="cpu", truncation=True, top_k=None)
+        found_scores = [{one["label"]: one["score"] for one in each} for each in ask(texts)]
+        scores = [[each[label] for label in values["model"].config.id2label.values()] for each in found_scores]
     if asked == [texts]:
         scores = values["model"].encode(texts, convert_to_tensor=True).softmax(dim=1).tolist()
     found[name] = {"said": said.getvalue(), "scores": scores}
@@ -58,35 +67,18 @@ print(json.dumps(found))
 """
 
 
-def make_encoder(kind: str, tiny_bert: Path, folder: Path) -> Path:
-    """A random encoder of a kind, with the tiny BERT's tokenizer."""
-    if kind == "bert":
-        return tiny_bert
-    torch.manual_seed(0)
+def encoder_run(
+    kind: str, normalize: bool, tiny_bert: Path, folder: Path, described: Mapping[str, object] | None = None
+) -> Path:
+    """A run of a random encoder with the tiny BERT's tokenizer, whose folder may describe itself."""
     vocabulary = json.loads((tiny_bert / "config.json").read_text())["vocab_size"]
-    sizes = {"vocab_size": vocabulary, "pad_token_id": 0, "hidden_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 40}
-    if kind == "distilbert":
-        config = DistilBertConfig(
-            vocab_size=vocabulary, dim=32, n_layers=2, n_heads=2, hidden_dim=48, max_position_embeddings=40
-        )
-        DistilBertModel(config).save_pretrained(folder)
-    elif kind == "electra":
-        ElectraModel(ElectraConfig(**sizes, embedding_size=32)).save_pretrained(folder)
-    elif kind == "deberta":
-        DebertaModel(DebertaConfig(**sizes)).save_pretrained(folder)
-    else:
-        RobertaModel(RobertaConfig(**sizes, type_vocab_size=1)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((tiny_bert / name).read_bytes())
-    return folder
-
-
-def encoder_run(kind: str, normalize: bool, tiny_bert: Path, folder: Path) -> Path:
-    model = make_encoder(kind, tiny_bert, folder / "model")
-    targets = {"target_modules": ["in_proj"]} if kind == "deberta" else {}
-    recipe = "fedpriv" if normalize else "per-sample"
-    values = {"model": str(model), "recipe": recipe, "layers": "all", **targets}
+    model = random_model(kind, vocab_size=vocabulary)
+    # As it comes from pretraining, without a head.
+    architectures.save(model.base_model, folder / "model", tokenizer_of=tiny_bert)
+    for name, content in (described or {}).items():
+        (folder / "model" / name).parent.mkdir(exist_ok=True)
+        (folder / "model" / name).write_text(json.dumps(content))
+    values = {"model": str(folder / "model"), "recipe": "fedpriv" if normalize else "per-sample", "layers": "all"}
     return save_run(folder / "run", values, ("global",))
 
 
@@ -105,25 +97,45 @@ def test_the_parts_of_an_export_give_the_models_probabilities(kind, normalize, t
     fedpriv("export", run, out)
     expected = torch.tensor(saved.classify(saved.load(saved.find(run)), TEXTS))
     modules = [each["path"] for each in json.loads((out / "modules.json").read_text())]
-    assert ("2_Normalize" in modules) == normalize
-    model, tokenizer = AutoModel.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
+    assert modules == ["0_Transformer", "1_Pooling", *["2_Normalize"] * normalize, f"{2 + normalize}_Dense"]
+    encoder = out / "0_Transformer"
+    model, tokenizer = AutoModel.from_pretrained(encoder).eval(), AutoTokenizer.from_pretrained(encoder)
     inputs = tokenizer(TEXTS, truncation=True, max_length=32, padding=True, return_tensors="pt")
-    if kind != "bert":
-        inputs.pop("token_type_ids", None)
     mask = inputs["attention_mask"].unsqueeze(-1)
     vectors = (model(**inputs).last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
     vectors = F.normalize(vectors, dim=1) if normalize else vectors
-    for path in modules:
-        if path.endswith("Dense"):
-            part, settings = (
-                load_file(out / path / "model.safetensors"),
-                json.loads((out / path / "config.json").read_text()),
-            )
-            vectors = F.linear(vectors, part["linear.weight"], part["linear.bias"])
-            vectors = vectors.relu() if settings["activation_function"].endswith("ReLU") else vectors
+    part = load_file(out / modules[-1] / "model.safetensors")
+    vectors = F.linear(vectors, part["linear.weight"], part["linear.bias"])
     assert (expected.std(dim=0) > 1e-3).all(), "the check would be blind"
     torch.testing.assert_close(vectors.softmax(dim=1), expected.float(), atol=1e-5, rtol=0)
     assert model.config.id2label == dict(enumerate(LABELS))
+    with pytest.raises((OSError, ValueError), match=r"config\.json"):  # no classifier with a random head
+        pipeline("text-classification", model=str(out))
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalize", "described"),
+    [
+        *(("bert", normalize, described) for normalize in (True, False) for described in (None, DESCRIBED)),
+        *(("electra", True, None), ("mpnet", True, None), ("mpnet", False, DESCRIBED)),
+    ],
+)
+def test_a_class_of_transformers_with_other_weights_gives_the_models_probabilities(
+    kind, normalize, described, tiny_bert, tmp_path
+):
+    run, out = encoder_run(kind, normalize, tiny_bert, tmp_path, described), tmp_path / "out"
+    fedpriv("export", run, out, "--transformers")
+    expected = torch.tensor(saved.classify(saved.load(saved.find(run)), TEXTS))
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(out).eval(),
+        AutoTokenizer.from_pretrained(out),
+    )
+    assert tokenizer.model_max_length == 32
+    inputs = tokenizer(TEXTS, truncation=True, padding=True, return_tensors="pt")
+    assert (expected.std(dim=0) > 1e-3).all(), "the check would be blind"
+    torch.testing.assert_close(model(**inputs).logits.softmax(dim=1), expected.float(), atol=2e-6, rtol=0)
+    assert "pipeline_tag" not in (out / "README.md").read_text()  # its run is not finished, so it has no card
+    assert 'pipeline("text-classification"' in (out / "README.md").read_text()
 
 
 def test_an_exported_language_model_answers_alike(tmp_path):
@@ -157,25 +169,36 @@ def test_what_no_library_can_express_is_refused_before_anything_is_loaded(tiny_b
     values = {"model": str(tiny_bert), "text_pair_column": "other"}
     run = save_run(tmp_path / "pairs", values, ("global",))
     assert "reads single texts" in fedpriv("export", run, tmp_path / "out", code=2)[1]
-    path = run / "variants" / "global" / "fedpriv.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pooling": "unit-model"}))
-    assert "pooling = unit-model" in fedpriv("export", run, tmp_path / "out", code=2)[1]
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_the_example_of_every_readme_answers_without_fedpriv_as_predict_does(tiny_bert, tmp_path):
-    runs = {}
-    for kind in KINDS:
-        for normalize in (True, False):
-            if (kind, normalize) != ("deberta", True):  # refused: its head has several layers
-                runs[f"{kind} {normalize}"] = encoder_run(kind, normalize, tiny_bert, tmp_path / f"{kind}-{normalize}")
-    runs |= {
-        f"causal {instructs}": causal_run(instructs, tmp_path / f"causal-{instructs}") for instructs in (True, False)
-    }
-    folders = {name: str(tmp_path / "out" / name.replace(" ", "-")) for name in runs}
-    for name, run in runs.items():
-        fedpriv("export", run, folders[name])
+def test_every_encoder_runs_and_all_its_exports_answer_without_fedpriv_as_predict_does(tiny_bert, table, tmp_path):
+    runs, folders = {}, {}
+    for kind, is_expressible in {**TABLE, "gpt2": "no"}.items():
+        made = encoder_run(kind, True, tiny_bert, tmp_path / kind, DESCRIBED if kind == "mpnet" else None)
+        values = {"model": tmp_path / kind / "model", "data": table, "client_column": "site", "max_length": 32}
+        values |= {"rounds": 3, "noise_multiplier": 0.3, "layers": "all", "comparison": "false", "simulate": "true"}
+        values |= {"out": tmp_path / kind / "trained", "train": "head" if kind == "albert" else "all"}
+        fedpriv("run", *(word for key, value in values.items() if value for word in ("-c", f"{key}={value}")))
+        for name, run in (("random", made), ("trained", tmp_path / kind / "trained")):
+            loaded = saved.load(saved.find(run))
+            stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / kind / "model", num_labels=3)
+            again = adapters.load(stock, run / "variants" / "global")
+            inputs = loaded.tokenizer(TEXTS[0], return_tensors="pt")
+            torch.testing.assert_close(again(**inputs).logits, loaded.peft_model(**inputs).logits)
+            for option in ((), ("--transformers",)):
+                key = f"{kind} {name}{''.join(option)}"
+                if option and is_expressible == "no":
+                    with pytest.raises(InputError, match=f"of a {kind} pool by (mean|last)"):
+                        export.export(loaded, tmp_path / "none", "transformers")
+                    continue
+                runs[key], folders[key] = run, str(tmp_path / "out" / key.replace(" ", "-"))
+                fedpriv("export", run, folders[key], *option)
+    for instructs in (True, False):
+        key = f"causal {instructs}"
+        runs[key], folders[key] = causal_run(instructs, tmp_path / f"causal-{instructs}"), str(tmp_path / "out" / key)
+        fedpriv("export", runs[key], folders[key])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", RUNNER, json.dumps([folders, TEXTS, PROMPTS])]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -196,9 +219,12 @@ def test_the_example_of_every_readme_answers_without_fedpriv_as_predict_does(tin
 
 
 def test_a_classifier_with_its_own_pooling_becomes_a_transformers_model(tiny_bert, tmp_path):
-    run, out = encoder_run("deberta", False, tiny_bert, tmp_path), tmp_path / "out"
-    fedpriv("export", run, out)
+    vocabulary = json.loads((tiny_bert / "config.json").read_text())["vocab_size"]
+    whole = random_model("deberta", vocab_size=vocabulary)
+    model = architectures.save(whole, tmp_path / "model", tokenizer_of=tiny_bert)
+    run = save_run(tmp_path / "run", {"model": str(model), "recipe": "per-sample", "layers": "all"}, ("global",))
+    fedpriv("export", run, tmp_path / "out")
     expected = torch.tensor(saved.classify(saved.load(saved.find(run)), TEXTS[:1]))
-    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
-    inputs = AutoTokenizer.from_pretrained(out)(TEXTS[0], return_tensors="pt")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "out")(TEXTS[0], return_tensors="pt")
     torch.testing.assert_close(model(**inputs).logits.softmax(dim=1), expected.float(), atol=1e-5, rtol=0)
