@@ -26,7 +26,7 @@ from simulations.studies import corpora
 from simulations.studies.corpora import CORPORA
 from simulations.studies.federations import federated, results_of, run_federations
 from simulations.studies.harness import Line, run_missing
-from simulations.studies.plain_lora import PlainCell
+from simulations.studies.plain_lora import PlainTraining
 from simulations.studies.plain_lora import configured as plain_configured
 from simulations.studies.plain_lora import measure as plain_measure
 
@@ -248,7 +248,7 @@ def _measured(cell: UtilityCell, config: RunConfig) -> Line:
     if cell.method == BASELINES:
         return _baselines(config)
     if cell.method in _PLAIN_RATES:
-        how = PlainCell(config=cell.key, rate=_PLAIN_RATES[cell.method], batch=64, epochs=1)
+        how = PlainTraining(rate=_PLAIN_RATES[cell.method], batch=64, epochs=1)
         return plain_measure(config, how)
     return federated(config)
 

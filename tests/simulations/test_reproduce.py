@@ -16,6 +16,7 @@ from fedpriv.errors import InputError
 from simulations.studies import public_data, reproduce
 from simulations.studies._integral_runs import SOURCES
 from simulations.studies.harness import lines
+from simulations.studies.language_models import TASKS
 from simulations.studies.reproduce import RESULTS, STATUSES, Row, papers
 from tests.cli.command_line import fedpriv
 from tests.test_docs_code import check
@@ -129,8 +130,14 @@ def test_raw_public_files_become_the_tables_that_studies_read(tmp_path):
 
 
 def in_small(row: Row) -> Row | None:
-    """The row with the cheapest of its lines alone, if that takes 20 s at most; a command of `fedpriv` as it is."""
+    """The row with the cheapest of its lines alone, if that takes 20 s at most; a command of `fedpriv` as it is.
+
+    None also where a table is not at hand.
+    """
     if "{" not in row.ours or not row.command:
+        return None
+    read = [word.removeprefix("FOLDER/") for word in shlex.split(row.command) if word.startswith("FOLDER/")]
+    if not all((DATA / name).is_file() for name in read):
         return None
     if not row.study:
         return row
@@ -140,7 +147,9 @@ def in_small(row: Row) -> Row | None:
     key = min(found, key=lambda key: found[key].get("seconds", 1e9), default=None)
     if row.study == "dedup" or key is None or found[key].get("seconds", 1e9) > 20:
         return None
-    if row.study == "integral" and not (DATA / SOURCES[key.split("/")[1]].file).is_file():
+    name = key.split("/")[1] if row.study == "integral" else key.split("/")[0]
+    read = SOURCES[name].file if row.study == "integral" else TASKS.get(name, {"data": ""})["data"]
+    if not (DATA / read).exists():
         return None
     command = f"python -m simulations.studies.{row.study} run --data FOLDER --only {shlex.quote(key)}"
     return replace(row, command=command, ours="{seconds}", lines=())
