@@ -130,7 +130,7 @@ def _in_order(seeds: Sequence[int]) -> Iterator[LanguageCell]:
 
 
 def _points() -> Iterator[LanguageCell]:
-    """What is run of the DP-LoRA paper's data sets, once each."""
+    """The cells of the DP-LoRA paper's data sets, each once."""
     for task, told in TASKS.items():
         for epsilon, delta, rank in told.get("points", ()):
             yield LanguageCell(task=task, epsilon=epsilon or None, delta=delta, rank=rank or None)
