@@ -1,4 +1,4 @@
-"""The runs of the study of integral privacy: selections on two tables, and attacks on their models."""
+"""The runs of the study of integral privacy: selections on public tables, and attacks on their models."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class StudyTable:
 
 SOURCES = {
     "Adult": StudyTable(file="adult.csv.gz", target="income", subsample_size=1000),
+    "Adult, whole": StudyTable(file="adult_whole.csv.gz", target="income", subsample_size=1000),
     "Susy": StudyTable(file="susy.csv.gz", target="class", subsample_size=10000),
     # Ids, and the five columns that state the kind of failure.
     "AI4I": StudyTable(

@@ -27,7 +27,7 @@ from simulations.studies import corpora
 from simulations.studies.corpora import CORPORA
 from simulations.studies.federations import federated, run_federations
 from simulations.studies.harness import Line
-from simulations.studies.plain_lora import PlainCell
+from simulations.studies.plain_lora import PlainTraining
 from simulations.studies.plain_lora import configured as plain_configured
 from simulations.studies.plain_lora import measure as plain_measure
 
@@ -201,7 +201,7 @@ def _measured(data: Path, cell: UtilityCell, config: RunConfig) -> Line:
     if cell.method == OVERLAP:
         return corpora.overlap(cell.corpus, data, cell.seed)
     if cell.method in _PLAIN_RATES:
-        how = PlainCell(config=cell.key, rate=_PLAIN_RATES[cell.method], batch=64, epochs=1)
+        how = PlainTraining(rate=_PLAIN_RATES[cell.method], batch=64, epochs=1)
         return plain_measure(config, how)
     return federated(config)
 

@@ -1,14 +1,15 @@
-"""Integrally private model selection on Adult and AI4I 2020, as in Varshney and Torra 2023, sections 2 and 4.
+"""Integrally private model selection on the public tables at hand, as in Varshney and Torra 2023, sections 2 and 4.
 
     python -m simulations.studies.integral run|tables [--data FOLDER] [--runs results/integral.jsonl]
 
-FOLDER holds the UCI tables adult.csv.gz and ai4i2020.csv.gz with header lines. `run` trains the models of all
+FOLDER holds what `fedpriv reproduce data` makes; a table that is missing is skipped. `run` trains the models of all
 subsamples, measures recurrence and accuracy after every epoch, and runs the model comparison attack, on small training
 sets and on sets of the paper's size; each selection and attack is a line. `tables` makes those of results/integral.md,
 and its plots. Lines that are there are not computed again.
 
-Adult has 32,561 records, and AI4I 10,000 with the paper's 8 features; 70 % of them are for training. All networks see
-their batches of 32 in one order. DP-SGD trains DNN-1 by 300 steps of 512 expected records, at rate 0.5 and clip norm 1.
+Adult has 32,561 records, and whole 48,842; AI4I has the paper's 8 features. 70 % of the records are for training. All
+networks see their batches of 32 in one order. DP-SGD trains DNN-1 by 300 steps of 512 expected records, at rate 0.5 and
+clip norm 1.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _selection_table(usual: Sequence[Line]) -> str:
         for line in usual
     ]
     majority = {line["data"]: line["majority"]["test"]["accuracy"] for line in usual}
-    told = " and ".join(f"{accuracy:.4f} on {name}" for name, accuracy in majority.items())
+    told = ", ".join(f"{accuracy:.4f} on {name}" for name, accuracy in majority.items())
     whole = [
         f"{' '.join(_named(line))} {own['recurrence']} of {own['num_subsamples']}, {own['accuracy']:.4f}"
         for line in usual

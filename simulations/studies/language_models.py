@@ -6,10 +6,11 @@
 SmolLM2-135M-Instruct learns to choose between answers, where the configuration names columns, `answers` and epsilon
 alone, and to answer medical questions freely. The private runs are compared with the same runs without noise, and with
 what a tutorial of peft would do with all records in one place. The grids are those of the DP-LoRA paper: epsilon at
-delta 1e-5, delta at epsilon 2, and ranks at epsilon 8. Lines whose `software` names a `gpu` ran on a part of one, all
-others on two CPU cores with bfloat16 instructions.
+delta 1e-5, delta at epsilon 2, and ranks at epsilon 8. Its other data sets, with one seed, are in language_models.toml,
+of which those `by MiniLM` train that encoder. Lines whose `software` names a `gpu` ran on a part of one, all others on
+two CPU cores with bfloat16 instructions.
 
-The data folder holds medquad.csv.gz, with the first 600 characters of each answer, and sst2_train.csv.gz. The base is
+The data folder holds what `fedpriv reproduce data` makes, sst2_train.csv.gz and medquad.csv.gz among it. The base is
 read from a GGUF file of 4 bits a weight and computed in bfloat16. A seed decides the clients' records, the noise and,
 for MedQuAD and SST-2, the test records, which all cells of a seed share.
 """
@@ -17,6 +18,7 @@ for MedQuAD and SST-2, the test records, which all cells of a seed share.
 from __future__ import annotations
 
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +45,7 @@ from simulations.studies.harness import (
     table,
     with_target,
 )
-from simulations.studies.plain_lora import PlainCell
+from simulations.studies.plain_lora import PlainTraining
 from simulations.studies.plain_lora import configured as plain_configured
 from simulations.studies.plain_lora import measure as plain_measure
 
@@ -58,6 +60,7 @@ RULES = {"FFA-LoRA": None, "DP-LoRA": "dp-lora"}
 EPSILONS, DELTAS, RANKS = (2.0, 4.0, 6.0, 8.0, 10.0), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6), (1, None, 16)
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
+TASKS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 # What a private run must gain on an untrained model, by epsilon.
 _GAINS = {8.0: 0.06, 2.0: 0.04}
@@ -123,6 +126,15 @@ def _in_order(seeds: Sequence[int]) -> Iterator[LanguageCell]:
         for seed in seeds:
             yield from _grid(seed, rule)
 
+    yield from _points()
+
+
+def _points() -> Iterator[LanguageCell]:
+    """The cells of the DP-LoRA paper's data sets, each once."""
+    for task, told in TASKS.items():
+        for epsilon, delta, rank in told.get("points", ()):
+            yield LanguageCell(task=task, epsilon=epsilon or None, delta=delta, rank=rank or None)
+
 
 def _grid(seed: int, rule: str | None) -> Iterator[LanguageCell]:
     grid = partial(LanguageCell, task=GRID, seed=seed, rule=rule)
@@ -144,14 +156,10 @@ def values_of(cell: LanguageCell, data: Path, written: Path) -> dict[str, Any]:
         where = corpora.keys("embedded", cell.seed, data=data, folder=written, validation=False, pooled=False)
         named = {"prompt_column": "text", "response_column": "label", "answers": where["labels"]}
         return where | named | {"model": "SmolLM2-135M-Instruct", "base_dtype": "bfloat16"}
-    name, file = {
-        REVIEWS: ("sweeps/sentiment-question.toml", "sst2_train.csv.gz"),
-        ANSWERS: ("medical-answers.toml", "medquad.csv.gz"),
-        GRID: ("sweeps/medical-answers.toml", "medquad.csv.gz"),
-    }[cell.task]
-    found = configuration.read(_CONFIGS / name)
+    own = {name: value for name, value in TASKS[cell.task].items() if name not in ("file", "points")}
+    found = configuration.read(_CONFIGS / TASKS[cell.task]["file"]) if "file" in TASKS[cell.task] else {}
     kept = {key: value for key, value in found.items() if key not in ("title", "runs", "target_epsilon")}
-    return kept | {"data": str(data / file)}
+    return kept | own | {name: str(data / own[name]) for name in ("data", "test_data") if name in own}
 
 
 def configured(cell: LanguageCell, values: Mapping[str, Any], out: Path) -> RunConfig:
@@ -171,7 +179,7 @@ def run(cell: LanguageCell, data: Path, written: Path) -> Line:
     values = values_of(cell, data, written)
     if cell.method == PLAIN:
         config = plain_configured(values | {"seed": cell.seed, "generated_answers": 0}, weights=False)
-        return plain_measure(config, PlainCell(config=cell.key, rate=1e-3, batch=16, epochs=1))
+        return plain_measure(config, PlainTraining(rate=1e-3, batch=16, epochs=1))
     observer = SilentObserver()
     with tempfile.TemporaryDirectory(prefix="fedpriv-study-") as folder:
         federation.run(configured(cell, values, Path(folder) / "run"), observer)
@@ -189,6 +197,7 @@ def write(page: Path, runs: Path) -> None:
         "choices": _choices(results),
         "answers": _answers(results),
         "grid": _grids(results),
+        "data-sets": _data_sets(results),
     }
     fill(page, blocks)
     print(results.missing(cells(), lambda cell: (cell.task, cell.method)))
@@ -254,6 +263,7 @@ _PAPER_BY_DELTA = {1e-2: (70.6, 65.3), 1e-3: (64.1, 65.4), 1e-4: (70.3, 64.3), 1
 def _grids(results: Results) -> str:
     """Perplexity by epsilon, by delta and by rank, each a column, the first two under the paper's scores."""
     cell, known = LanguageCell(task=GRID), list[Estimate | None]()
+    models = ("paper: Llama-7B", "paper: ChatGLM-6B")
 
     def here(cells: Sequence[LanguageCell]) -> Iterator[Sequence[str]]:
         for name, rule in RULES.items():
@@ -265,7 +275,7 @@ def _grids(results: Results) -> str:
     by_delta = [replace(cell, epsilon=2.0, delta=each) for each in _PAPER_BY_DELTA]
     by_rank = [replace(cell, epsilon=8.0, rank=each) for each in RANKS]
     tables = [
-        table((given, *names), [*_of_paper(scores), *here(cells)])
+        table((given, *names), [*(zip(models, *scores.values(), strict=True) if scores else ()), *here(cells)])
         for given, names, cells, scores in (
             ("epsilon, at delta 1e-05", map(_named_epsilon, _PAPER_BY_EPSILON), by_epsilon, _PAPER_BY_EPSILON),
             ("delta, at epsilon 2", (f"{each:g}" for each in _PAPER_BY_DELTA), by_delta, _PAPER_BY_DELTA),
@@ -277,13 +287,21 @@ def _grids(results: Results) -> str:
     return "\n\n".join((*tables, told, _steps(results)))
 
 
+def _data_sets(results: Results) -> str:
+    """The DP-LoRA paper's data sets: accuracy where there are answers, choices or labels, else perplexity."""
+    rows = []
+    for cell in _points():
+        told = TASKS[cell.task]
+        is_free = "prompt_column" in told and not told.keys() & {"answers", "choice_columns"}
+        figures = ("perplexity_initial", "perplexity") if is_free else ("accuracy_initial", "accuracy")
+        found = (bare(_estimate(results, cell, figure), usual=1) or "not run" for figure in figures)
+        largest = "" if is_free else bare(_estimate(results, cell, "majority_accuracy"), usual=1)
+        rows.append((cell.task, figures[1], _named_epsilon(cell.epsilon), f"{cell.delta:g}", *found, largest))
+    return table(("data set", "", "epsilon", "delta", "untrained", "trained", "largest class"), rows)
+
+
 def _named_epsilon(epsilon: float | None) -> str:
     return "not private" if epsilon is None else f"{epsilon:g}"
-
-
-def _of_paper(scores: Mapping[Any, tuple[float, float]]) -> Iterator[Sequence[object]]:
-    if scores:
-        yield from zip(("paper: Llama-7B", "paper: ChatGLM-6B"), *scores.values(), strict=True)
 
 
 def _steps(results: Results) -> str:

@@ -1,22 +1,15 @@
 """LoRA, or all weights, by AdamW on all records in one place, without clipping, noise or federation.
 
-    python -m simulations.studies.plain_lora simulations/configs/medical-answers.toml -c data=medquad.csv.gz
-    python -m simulations.studies.plain_lora simulations/configs/sst2.toml -c layers=all --weights --rate 5e-5
-
 That is what a user would do otherwise: the same model, records and test set as the configuration's run, and the loop
 that a tutorial of peft or transformers would show: shuffled batches, mean loss, a falling rate. With allowed answers
 TF-IDF, which needs no language model, is a second comparison. Everything here reads records as they are: for public
-data. The figures are a line of results/studies/plain_lora.jsonl; the same configuration is not trained again.
+data.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,25 +23,19 @@ from fedpriv.learning.data.records import Item, usable
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.workbench import Workbench, workbench
 from server.figures import log_perplexity_change
-from simulations.studies.harness import Line, lines, parser, run_missing
+from simulations.studies.harness import Line
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainCell:
-    """One training: the resolved configuration by its digest, the learning rate, records a step, and epochs."""
+class PlainTraining:
+    """The learning rate, records a step, and epochs."""
 
-    config: str
     rate: float
     batch: int
     epochs: int
 
-    @property
-    def key(self) -> str:
-        """Unique for what decides the figures."""
-        return f"{self.config}/{self.rate:g}/{self.batch}/{self.epochs}"
 
-
-def trained(bench: Workbench, config: RunConfig, how: PlainCell) -> None:
+def trained(bench: Workbench, config: RunConfig, how: PlainTraining) -> None:
     """Train the workbench's own adapter on the pooled records of all clients."""
     items = [item for k in range(bench.num_clients) for item in filter(usable, bench.client(k).items())]
     parameters = [p for p in bench.model.peft_model.parameters() if p.requires_grad]
@@ -83,7 +70,7 @@ def tfidf_accuracy(bench: Workbench) -> float:
     return float(classifier.score(words.transform(test.texts), test.pairs))
 
 
-def measure(config: RunConfig, how: PlainCell) -> Line:
+def measure(config: RunConfig, how: PlainTraining) -> Line:
     """Accuracies before and after, and a causal model's perplexities."""
     bench = workbench(config)
     before = evaluate(bench.model, bench.test)
@@ -102,10 +89,6 @@ def measure(config: RunConfig, how: PlainCell) -> Line:
     return found | accuracies | ({"tfidf_accuracy": tfidf_accuracy(bench)} if config.answers else {})
 
 
-def _shown(line: Line) -> str:
-    return ", ".join(f"{figure} {line[figure]:.4f}" for figure in ("accuracy", "perplexity") if figure in line)
-
-
 def configured(values: Mapping[str, Any], *, weights: bool) -> RunConfig:
     """The configuration whose model and records are trained in one place.
 
@@ -120,30 +103,3 @@ def configured(values: Mapping[str, Any], *, weights: bool) -> RunConfig:
     if not (values.get("prompt_column") or values.get("messages_column")):
         plain |= {"recipe": "per-sample", "sampling_probability": 1.0}  # of which nothing is drawn here
     return configuration.parse({**values, **plain})
-
-
-def main() -> None:
-    """Print the line, which is trained for if it is not there."""
-    own = parser(__doc__)
-    own.add_argument("config", type=Path, help="of a run, or of a sweep, whose base counts")
-    own.add_argument("-c", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    own.add_argument("--rate", type=float, default=1e-3)
-    own.add_argument("--batch", type=int, default=16)
-    own.add_argument("--epochs", type=int, default=1)
-    own.add_argument("--weights", action="store_true", help="train the layers' weights in full, in place of LoRA")
-    own.add_argument("--out", type=Path, default=Path("results/studies/plain_lora.jsonl"))
-    arguments = own.parse_args()
-    values = configuration.read(arguments.config)
-    values = {key: value for key, value in values.items() if key not in ("title", "runs", "grid")}
-    values |= configuration.parse_overrides(arguments.overrides)
-    config = configured(values, weights=arguments.weights)
-    if not config.data_are_public:
-        own.error("needs public_data = true")
-    digest = hashlib.blake2b(repr(config).encode(), digest_size=8).hexdigest()
-    cell = PlainCell(config=digest, rate=arguments.rate, batch=arguments.batch, epochs=arguments.epochs)
-    run_missing(arguments.out, [cell], partial(measure, config), _shown)
-    print(next(json.dumps(line) for line in lines(arguments.out) if line["key"] == cell.key))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import random
 import shlex
 import sys
@@ -13,7 +14,9 @@ import pytest
 from fedpriv import apps
 from fedpriv.errors import InputError
 from simulations.studies import public_data, reproduce
+from simulations.studies._integral_runs import SOURCES
 from simulations.studies.harness import lines
+from simulations.studies.language_models import TASKS
 from simulations.studies.reproduce import RESULTS, STATUSES, Row, papers
 from tests.cli.command_line import fedpriv
 from tests.test_docs_code import check
@@ -72,7 +75,7 @@ def test_a_row_is_listed_run_and_told(tmp_path):
     assert said.endswith(f"theirs: {row.theirs}\nours: {row.figure()}\nok\n")
     assert [line["key"] for line in lines(tmp_path / "here" / "papers.jsonl")] == [row.key]
     said, _ = fedpriv("reproduce", "integral-privacy", "table-2-adult-dnn-1", "--stored", folder=tmp_path)
-    assert "ours: 22 of 22, 0.8393" in said
+    assert "ours: 34 of 34, 0.8499" in said
     _, refused = fedpriv("reproduce", "dp-lora", "table-99", folder=tmp_path, code=2)
     assert "ROW = 'table-99': must be one of" in refused
     with pytest.raises(InputError, match="nothing here computes it"):
@@ -92,28 +95,49 @@ def test_raw_public_files_become_the_tables_that_studies_read(tmp_path):
     (raw / "adult.data").write_text(f"{record}, <=50K\n")
     (raw / "adult.test").write_text(f"|1x3 Cross validator\n{record}, >50K.\n")
     (raw / "train.tsv").write_text('sentence\tlabel\n"kids , spirit\t1\n')
+    (raw / "Sentences_50Agree.txt").write_text("a@b rose .@positive\n")
+    for part, score in (("headline", -0.6), ("post", -0.2)):
+        told = {"sentence": part, "info": [{"sentiment_score": str(score)}, {"sentiment_score": "0.2"}]}
+        (raw / f"task1_{part}_ABSA_train.json").write_text(json.dumps({"1": told}))
+    (raw / "piqa").mkdir()
+    (raw / "piqa" / "valid.jsonl").write_text('{"goal": "g", "sol1": "x", "sol2": "y"}\n')
+    (raw / "piqa" / "valid-labels.lst").write_text("1\n")
+    asked = "<MESSAGE> Why ? </MESSAGE><NIST-PARAPHRASE/><RefAnswer><ANSWER> So\n. </ANSWER></RefAnswer>"
+    (raw / "TREC-2017-LiveQA-Medical-Test.xml").write_text(f"<L><NLM-QUESTION>{asked}</NLM-QUESTION></L>")
     pair = "<Question qtype='causes'>Why ?</Question><Answer>Key \n points</Answer>"
     (raw / "1.xml").write_text(f"<Document source='NIH'><Focus>ALL</Focus><QAPair>{pair}</QAPair></Document>")
     said = dict(line.split(": ", 1) for line in public_data.prepare(tmp_path))
-    assert said["Adult"] == "2 records in adult.csv.gz"
+    assert said["Adult, training"] == "1 records in adult.csv.gz; the studies had 32561"
     assert said["SUSY"].startswith("SUSY.csv.gz is missing; https://")
-    adult = public_data.pd.read_csv(tmp_path / "adult.csv.gz")
-    assert (adult.columns[-1], adult["age"].tolist(), adult["income"].tolist()) == (
-        "income",
-        [39, 39],
-        ["<=50K", ">50K."],
-    )
+    adult = public_data.pd.read_csv(tmp_path / "adult_whole.csv.gz")
+    assert adult[["age", "income"]].to_dict("list") == {"age": [39, 39], "income": ["<=50K", ">50K"]}
+    for name, records in (
+        ("fpb", [["a@b rose .", "positive"]]),
+        ("fiqa", [["headline", "negative"], ["post", "neutral"]]),
+        ("piqa", [["g", "x", "y", 1]]),
+        ("liveqa", [["Why ?", "So ."]]),
+    ):
+        assert public_data.pd.read_csv(tmp_path / f"{name}.csv.gz").values.tolist() == records
     assert public_data.pd.read_csv(tmp_path / "sst2_train.csv.gz")["text"].tolist() == ['"kids , spirit']
     (medquad,) = public_data.pd.read_csv(tmp_path / "medquad.csv.gz").to_dict("records")
     assert medquad == {
         "answer": "Key points", "question_type": "causes", "source": "NIH", "question": "Why ?", "focus": "ALL",
     }  # fmt: skip
-    assert dict(line.split(": ", 1) for line in public_data.prepare(tmp_path))["Adult"] == "adult.csv.gz is there"
+    assert (
+        dict(line.split(": ", 1) for line in public_data.prepare(tmp_path))["Adult, whole"]
+        == "adult_whole.csv.gz is there"
+    )
 
 
 def in_small(row: Row) -> Row | None:
-    """The row with the cheapest of its lines alone, if that takes 20 s at most; a command of `fedpriv` as it is."""
+    """The row with the cheapest of its lines alone, if that takes 20 s at most; a command of `fedpriv` as it is.
+
+    None also where a table is not at hand.
+    """
     if "{" not in row.ours or not row.command:
+        return None
+    read = [word.removeprefix("FOLDER/") for word in shlex.split(row.command) if word.startswith("FOLDER/")]
+    if not all((DATA / name).is_file() for name in read):
         return None
     if not row.study:
         return row
@@ -122,6 +146,10 @@ def in_small(row: Row) -> Row | None:
     found = {key: line for key, line in known.items() if reproduce.is_asked(key, patterns)}
     key = min(found, key=lambda key: found[key].get("seconds", 1e9), default=None)
     if row.study == "dedup" or key is None or found[key].get("seconds", 1e9) > 20:
+        return None
+    name = key.split("/")[1] if row.study == "integral" else key.split("/")[0]
+    read = SOURCES[name].file if row.study == "integral" else TASKS.get(name, {"data": ""})["data"]
+    if not (DATA / read).exists():
         return None
     command = f"python -m simulations.studies.{row.study} run --data FOLDER --only {shlex.quote(key)}"
     return replace(row, command=command, ours="{seconds}", lines=())

@@ -1,6 +1,5 @@
 """Studies with a few tests each: what their cells run, what their tables say, and figures against plain references."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -170,25 +169,14 @@ def test_a_selection_shows_its_best_mean_by_each_measure_and_says_where_there_is
     )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(("--rate", "1e-2"), id="lora"),
-        pytest.param(("--weights", "--rate", "1e-2"), id="weights", marks=pytest.mark.slow),
-    ],
-)
-def test_a_classifier_learns_its_pooled_records(kind, small_run, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("weights", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_classifier_learns_its_pooled_records(weights, small_run):
     """Tested on the records that it trains on: whether anything is learned, not how much of it holds elsewhere."""
     values = {key: small_run[key] for key in ("model", "data")} | {"public_data": True, "layers": "all"}
     values |= {"test_data": small_run["data"], "num_clients": 2, "partition": "iid"}
-    (tmp_path / "run.toml").write_text(tomli_w.dumps(values))
-    command = ["plain_lora", str(tmp_path / "run.toml"), *kind, "--epochs", "8", "--out", str(tmp_path / "lines.jsonl")]
-    monkeypatch.setattr(sys, "argv", command)
-    plain_lora.main()
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    how = plain_lora.PlainTraining(rate=1e-2, batch=16, epochs=8)
+    line = plain_lora.measure(plain_configured(values, weights=weights), how)
     assert line["accuracy"] > line["accuracy_initial"] + 0.2
-    monkeypatch.setattr(plain_lora, "trained", pytest.fail)
-    plain_lora.main()  # has its line, and does not train again
 
 
 def config_of(cell: LanguageCell, tmp_path: Path) -> configuration.RunConfig:
@@ -225,6 +213,20 @@ def test_the_grids_differ_in_what_they_vary_alone(tmp_path):
     papers = config_of(replace(base, rule=RULES["DP-LoRA"]), tmp_path)
     assert papers == replace(one, aggregation="dp-lora"), "A is trained too, and nothing else differs"
     assert papers.rule.trains == "lora"
+
+
+def test_data_sets_of_the_dp_lora_paper_are_trained_by_what_they_have(tmp_path):
+    piqa, boolq, fpb = (config_of(LanguageCell(task=task, epsilon=8.0), tmp_path) for task in ("PIQA", "BoolQ", "FPB"))
+    assert (piqa.choice_columns, piqa.aggregation, piqa.num_clients) == (("sol1", "sol2"), "ffa-lora", 5)
+    assert (boolq.labels, boolq.answers, fpb.factors) == (("False", "True"), ("no", "yes"), "answers")
+    letter = config_of(LanguageCell(task="FPB by MiniLM, Algorithm 1", epsilon=2.0, rank=8), tmp_path)
+    assert (letter.clipping, letter.rounds, letter.local_steps, letter.batch_size) == ("batch", 50, 1, 8)
+    assert (letter.rank, letter.alpha, letter.clip_norm, letter.model) == (
+        8,
+        8.0,
+        10.0,
+        configuration.RunConfig().model,
+    )
 
 
 def test_training_in_one_place_reads_the_prompts_of_the_federation(tmp_path):
