@@ -210,7 +210,7 @@ def give_units(units: Sequence[Unit], out: Path | None) -> None:
         InputError: the folder does not exist, or holds a file of that name; nothing was written.
     """
     if out is None:
-        typer.echo(_shown_units(units), nl=False)
+        typer.echo("\n".join(f"# {unit.name}.service\n{unit.text()}" for unit in units), nl=False)
         return
     for path in _write_units(units, out):
         typer.echo(f"wrote {path}")
@@ -297,11 +297,6 @@ def _write_units(units: Sequence[Unit], out: Path) -> list[Path]:
     for path, content in files.items():
         write_new(path, content)
     return list(files)
-
-
-def _shown_units(units: Sequence[Unit]) -> str:
-    """The units one after the other, each under the name of its file."""
-    return "\n".join(f"# {unit.name}.service\n{unit.text()}" for unit in units)
 
 
 def _command_line(arguments: Sequence[str]) -> str:

@@ -353,7 +353,8 @@ def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set
         fits = stays_within([*history, event], data_set.delta, epsilon)
     else:
         if not rule.covers(event):
-            raise RefusedError(f"mechanism: {rule} allows no such release, of {_described(event)}")
+            q, noise = event.sampling_probability, event.effective_noise_multiplier
+            raise RefusedError(f"mechanism: {rule} allows no such release, of q = {q:g} and effective noise {noise:g}")
         if isinstance(rule, CommittedPlans):  # which slots are left depends on the order of what took them
             history = [earlier.charged_on(view) for earlier in ledger.releases_in_order(data_set.id)]
         fits = rule.remaining(history, event, epsilon=epsilon, delta=delta) >= 1
@@ -366,11 +367,6 @@ def _check_budget(policy: NodePolicy, ledger: Ledger, release: Release, data_set
     if (note := filters.to_json(rule, (epsilon, view))) not in notes[-1:]:
         ledger.bound(data_set, note)
         log.info("the budget of %s, epsilon %g on the %s view, is enforced by %s", data_set.id, epsilon, view, rule)
-
-
-def _described(event: Event) -> str:
-    """The numbers of an event that a coordinator can change."""
-    return f"q = {event.sampling_probability:g} and effective noise {event.effective_noise_multiplier:g}"
 
 
 def signed_receipt(policy: NodePolicy, data_set: DataSet | None) -> str:

@@ -251,7 +251,9 @@ class _Layout:
         lengths[: len(rows)] = [_REFUSED if row is None else len(row["input_ids"]) for row in rows]
         arrays: _Arrays = {"lengths": lengths}
         for name in self.names:
-            tokens = map(_in_a_word, chain.from_iterable(row[name] for row in rows if row is not None))
+            of_all = chain.from_iterable(row[name] for row in rows if row is not None)
+            # In place of a token that needs more than 32 bits stands one that no model knows.
+            tokens = (token if 0 <= token < 2**31 else -1 for token in of_all)
             arrays[name] = np.zeros((self.num_records, self.max_length), np.int32)
             arrays[name][np.arange(self.max_length) < lengths[:, None]] = np.fromiter(tokens, np.int32)
         return safetensors.numpy.save(arrays | {"key": key, "checksum": _checksum(arrays)})
@@ -278,11 +280,6 @@ class _Layout:
             None if length == _REFUSED else {name: arrays[name][row, :length].tolist() for name in self.names}
             for row, length in enumerate(lengths.tolist())
         ]
-
-
-def _in_a_word(token: int) -> int:
-    """The token, or one that no model knows in place of one that needs more than 32 bits."""
-    return token if 0 <= token < 2**31 else -1
 
 
 def _key(model: Path, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, encoder: str = "") -> _Digest:

@@ -119,12 +119,7 @@ def separator_of(header: str, asked: Separator) -> Separator:
 def _first(text: str, separator: str) -> list[str]:
     """The first fields of a text that are not blank."""
     rows = csv.reader(io.StringIO(text[:_LONGEST_HEADER], newline=""), delimiter=separator)
-    return next((row for row in rows if not _is_blank(row)), [])
-
-
-def _is_blank(row: Sequence[str]) -> bool:
-    """Whether a row is that of a blank line."""
-    return not row or (len(row) == 1 and not row[0].strip())
+    return next((row for row in rows if len(row) > 1 or any(field.strip() for field in row)), [])
 
 
 def names_of(row: Sequence[str], line: int) -> tuple[str, ...]:

@@ -104,7 +104,9 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
             (_releases(config, name, clients, client, initial, scale), delta) for client, delta in enumerate(deltas)
         ]
         if holders > 1:
-            schedules = [(_together([schedules[client][0] for client in _smallest(sizes, holders)]), min(deltas))]
+            # Those with the fewest records: where q differs at all, they have the largest, and cost most.
+            most = [schedules[k][0] for k in sorted(range(len(sizes)), key=sizes.__getitem__)[:holders]]
+            schedules = [(lambda noise: [event for schedule in most for event in schedule(noise)], min(deltas))]
         by_risk = risk and calibrate_to_risk(schedules, risk, fixed=fixed)
         return _with_value(
             config, name, by_risk or calibrate_all(schedules, target, fixed=fixed, allow_unproven=bool(published))
@@ -274,16 +276,6 @@ def _releases(
         return [event.with_noise(scale) for event in events]
 
     return releases
-
-
-def _smallest(sizes: Sequence[int], number: int) -> list[int]:
-    """The clients with the fewest records, so many: where q differs at all, they have the largest, and cost most."""
-    return sorted(range(len(sizes)), key=lambda client: sizes[client])[:number]
-
-
-def _together(schedules: Sequence[Schedule]) -> Schedule:
-    """All releases of several clients, by the noise of each."""
-    return lambda noise_multiplier: [event for schedule in schedules for event in schedule(noise_multiplier)]
 
 
 def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[RunConfig, str]:

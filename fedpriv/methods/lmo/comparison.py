@@ -21,7 +21,6 @@ from fedpriv.methods.lmo.search import (
     PARTS,
     Budget,
     Objective,
-    PartName,
     SearchSpace,
     cost,
     fitted,
@@ -75,7 +74,8 @@ def compare(
         objective: of the search; the tolerance of `usefulness` is the sensitivity.
         ablations: search every choice of one, two and three parts instead of only all three.
     """
-    choices = _part_choices() if ablations else [PARTS]
+    some = [choice for num in range(1, len(PARTS) + 1) for choice in combinations(PARTS, num)]
+    choices = some if ablations else [PARTS]
     records: list[Record] = []
     for epsilon in epsilons:
         scalar = replace(budget, epsilon=epsilon, dimension=1, accounting="sound")
@@ -87,11 +87,6 @@ def compare(
         for dimension in dimensions:
             records += _at_dimension(replace(scalar, dimension=dimension), shapes, max(dimensions))
     return records
-
-
-def _part_choices() -> list[tuple[PartName, ...]]:
-    """All choices of one, two and three parts."""
-    return [choice for num in range(1, len(PARTS) + 1) for choice in combinations(PARTS, num)]
 
 
 def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Record]:

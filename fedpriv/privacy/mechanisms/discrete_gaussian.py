@@ -247,7 +247,8 @@ def sum_grid(
         + DEVIATIONS * noise_multiplier * math.hypot(*scales.values())
     )
     smallest_noise = noise_multiplier * clip_norm * min(scales.values())
-    exponents = {bits: _largest_exponent(2.0 ** RANGE_BITS[bits] / per_step) for bits in RANGE_BITS}
+    # The largest e with 2^e less than what a word holds.
+    exponents = {bits: math.ceil(math.log2(2.0 ** RANGE_BITS[bits] / per_step)) - 1 for bits in RANGE_BITS}
     bits = 32 if noise_multiplier == 0 or smallest_noise * 2.0 ** exponents[32] >= MIN_STDDEV else 64
     return SumGrid(
         modulus_bits=bits,
@@ -263,8 +264,3 @@ def largest_number_included(num_records: int, sampling_probability: float) -> fl
         return float(num_records)
     expected = sampling_probability * num_records
     return min(float(num_records), expected + DEVIATIONS * math.sqrt(expected))
-
-
-def _largest_exponent(below: float) -> int:
-    """The largest e with 2^e < `below`."""
-    return math.ceil(math.log2(below)) - 1
