@@ -61,7 +61,7 @@ READ_OTHERWISE = {
         "fedpriv/runs/_rows.py",
     ),
     *("fedpriv/runs/files.py", "fedpriv/runs/show/_progress_page.py", "fedpriv/runs/show/_tracking.py"),
-    *("fedpriv/models/serving/http/server.py", "fedpriv/privacy/ledger/statement.py"),
+    *("fedpriv/models/publishing/card.py", "fedpriv/privacy/ledger/statement.py"),
     "server/deploy/guarded_superlink.py",
 }
 

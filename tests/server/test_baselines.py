@@ -157,7 +157,7 @@ def test_a_holder_alone_learns_from_its_own_records_and_from_nobody_else_s(basel
     held.append([row for row in records(60, seed=3) if row[1] == LABELS[0]])
     test = records(40, seed=1)
     data = write(tmp_path / "held.csv", [(*row, f"h{holder}") for holder, rows in enumerate(held) for row in rows])
-    found, _ = baselines_of([], test, data=data, client_column="holder")
+    found, _ = baselines_of([], test, data=data, client_column="holder", num_clients=5)
     share = sum(label == LABELS[0] for _, label in test) / len(test)
     assert found.alone == {0: pytest.approx(1.0, abs=0.1), 1: pytest.approx(0.0, abs=0.1), 2: share}
     assert found.alone_on_own == {}, "nobody knows whose the test records are"
@@ -171,7 +171,7 @@ def test_each_holder_sees_on_its_own_test_records_what_it_reaches_alone_and_toge
         "data": write(tmp_path / "held.csv", rows),
         "test_data": write(tmp_path / "held-test.csv", [*test, (*records(1)[0], "stranger")]),
     }
-    found, bench = baselines_of([], [], **paths, client_column="holder")
+    found, bench = baselines_of([], [], **paths, client_column="holder", num_clients=5)
     assert bench.data.test_holders == (0,) * 30 + (1,) * 10 + (-1,)
     assert found.alone_on_own == {0: pytest.approx(1.0, abs=0.1), 1: pytest.approx(1.0, abs=0.1)}
     assert found.alone[0] == pytest.approx(31 / 41, abs=0.1)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.aggregation._fedavg import weighted_average as weighted_average
     from fedpriv.learning.aggregation._fedavg import weights_by_size as weights_by_size
     from fedpriv.learning.aggregation._head_start import head_of as head_of
+    from fedpriv.learning.aggregation._head_start import is_of_head as is_of_head
     from fedpriv.learning.aggregation._head_start import recentred as recentred
     from fedpriv.learning.aggregation._head_start import started as started
     from fedpriv.learning.aggregation.rules import RULES as RULES

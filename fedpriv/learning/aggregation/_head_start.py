@@ -25,13 +25,18 @@ _NOISE_AT_START = 0.25
 _LARGEST_FACTOR = 20.0
 
 
+def is_of_head(name: str) -> bool:
+    """Whether an adapter's tensor of this name is the head's, and neither LoRA's nor a weight or bias beside these."""
+    return ".lora_" not in name and ".ln_tuning_layers." not in name
+
+
 def head_of(adapter: Mapping[str, Tensor]) -> tuple[str, str | None]:
     """The names of the head's weight and, if it has one, of its bias.
 
     Raises:
         ValueError: the head is not a single linear layer.
     """
-    names = [name for name in adapter if ".lora_" not in name and ".ln_tuning_layers." not in name]
+    names = [name for name in adapter if is_of_head(name)]
     weights = [name for name in names if adapter[name].dim() == 2]
     biases = [name for name in names if adapter[name].dim() == 1]
     if len(weights) != 1 or len(biases) > 1 or len(names) != len(weights) + len(biases):

@@ -10,7 +10,7 @@ from typing import Any
 from fedpriv.config import FederationSection, RunConfig, UpdateSection
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import Adapter, leading_block
-from fedpriv.learning.aggregation import head_of
+from fedpriv.learning.aggregation import is_of_head
 from fedpriv.learning.training.local_update import planned_event, trained_names
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.learning.training.private_evaluation import planned_event as planned_evaluation
@@ -237,10 +237,9 @@ def _probability(config: UpdateSection, sizes: Sequence[int]) -> float:
 
 def _centred_classes(config: RunConfig, initial: Adapter) -> int | None:
     """Classes of the head if rounds of it follow its start, and it has a bias, without which it is not centred."""
-    if not config.head_start or all(phase.name != "head" for phase in config.phases):
-        return None
-    _, bias = head_of(initial)
-    return len(initial[bias]) if bias is not None else None
+    biases = [len(tensor) for name, tensor in initial.items() if is_of_head(name) and tensor.dim() == 1]
+    has_rounds = config.head_start and any(phase.name == "head" for phase in config.phases)
+    return biases[0] if has_rounds and biases else None
 
 
 def _with_value(config: RunConfig, name: str, value: float) -> RunConfig:

@@ -64,7 +64,7 @@ def test_the_base_of_classifiers_has_vectors_and_no_classes(tiny_bert, tmp_path)
     plain = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, normalize=True).model.base_model
     with torch.no_grad():
         output = plain(input_ids=torch.tensor([text]), attention_mask=torch.ones(1, len(text)))
-    expected = torch.nn.functional.normalize(output.pooler_output, dim=-1)
+    expected = torch.nn.functional.normalize(output.last_hidden_state.mean(dim=1), dim=-1)
     assert torch.allclose(torch.from_numpy(vectors), expected, atol=1e-5)
 
 

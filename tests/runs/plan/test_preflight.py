@@ -99,7 +99,7 @@ def test_a_coordinator_refuses_it_too_before_it_loads_anything_or_asks_a_node(va
 def test_a_sweep_s_data_are_looked_at_once_and_all_problems_told(values, monkeypatch):
     loaded, load = [], federated.load
     monkeypatch.setattr(federated, "load", lambda config: loaded.append(config) or load(config))
-    configs = [parse(values | {"rank": rank, "num_clients": k}) for rank in (2, 4) for k in (2, 3)]
+    configs = [parse(values | {"rank": rank, "max_records": most}) for rank in (2, 4) for most in (40, 50)]
     assert preflight.problems(configs) == []
     assert len(loaded) == 2
     few = [parse(values | {"min_clients": num}) for num in (1, 4, 5, 5)]
