@@ -19,7 +19,7 @@ from simulations.engines import federation
 from tests import architectures
 from tests.architectures import random_model
 
-LITTLE_NOISE = {"target_epsilon": 1e4, "delta": 1e-5}
+LITTLE_NOISE = {"target_epsilon": 100.0, "delta": 1e-5}
 
 
 @pytest.fixture(scope="module", params=["roberta", "distilbert"])

@@ -147,7 +147,7 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_crash_at_any_instant_locks_nobody_out_and_loses_nothing(tmp_path, step):
     """A child dies at every so manieth call of a ledger's life, from its creation on; the next writer goes on."""
     done = subprocess.run([sys.executable, "-c", CRASHES, tmp_path, str(step)], capture_output=True, text=True)
