@@ -92,7 +92,9 @@ def places(results: DedupResults) -> Figure | None:
     figure, panels = _grid("Nearest blocks of two models (the paper's Figure 1)", 1, len(results.pairs), width=3.4)
     for axes, line in zip(panels, results.pairs, strict=True):
         axes.plot(line["nearest"], ".", color=BLUE, markersize=3)
-        axes.set_xlabel("\n".join(line["key"].split()), fontsize=6)
+        one, other = line["key"].split()
+        axes.set_xlabel(f"place of a block in\n{one}", fontsize=6)
+        axes.set_ylabel(f"place of the nearest in\n{other}", fontsize=6)
     return _finished(figure, panels, len(results.pairs))
 
 
