@@ -209,6 +209,8 @@ def _check_arranged(loaded: LoadedVariant) -> None:
             f"transformers: no weights make its own classifier of a {family} pool by {kind} into a linear head; leave "
             "--transformers out for a folder of sentence-transformers"
         )
+    if (num := len(loaded.saved.labels)) > (room := loaded.peft_model.config.hidden_size):
+        raise InputError(f"transformers: {num} labels, and its own head has room for {room}; leave --transformers out")
 
 
 @torch.no_grad()

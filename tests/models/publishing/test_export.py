@@ -172,6 +172,19 @@ def test_what_no_library_can_express_is_refused_before_anything_is_loaded(tiny_b
     assert not (tmp_path / "out").exists()
 
 
+def test_more_labels_than_the_own_head_of_the_class_has_room_for_are_refused(tiny_bert, tmp_path):
+    run = encoder_run("bert", True, tiny_bert, tmp_path)
+    loaded = saved.load(saved.find(run))
+    loaded.saved.convention["labels"] = list(map(str, range(33)))
+    with pytest.raises(InputError, match="33 labels, and its own head has room for 32"):
+        export.export(loaded, tmp_path / "out", "transformers")
+
+
+def test_a_form_for_transformers_and_one_for_llama_cpp_are_refused_together(tmp_path):
+    run = causal_run(False, tmp_path)
+    assert "transformers, gguf" in fedpriv("export", run, tmp_path / "out", "--transformers", "--gguf", code=2)[1]
+
+
 @pytest.mark.slow
 def test_every_encoder_runs_and_all_its_exports_answer_without_fedpriv_as_predict_does(tiny_bert, table, tmp_path):
     runs, folders = {}, {}
