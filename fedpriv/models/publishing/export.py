@@ -85,6 +85,8 @@ def export(loaded: LoadedVariant, out: Path, form: Form | None = None) -> Form:
     form = form or form_of(loaded.saved)
     if form == "transformers" and loaded.saved.pooling != "model":
         _check_arranged(loaded)
+    if loaded.saved.task == "SEQ_CLS":
+        loaded.tokenizer.padding_side = "right"  # as in training: positions count from the beginning
     with whole_folder(out, loaded.saved, form) as folder:
         if form == "sentence-transformers":
             _write_sentences(loaded, folder)

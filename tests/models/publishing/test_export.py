@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -111,6 +112,18 @@ def test_the_parts_of_an_export_give_the_models_probabilities(kind, normalize, t
     assert model.config.id2label == dict(enumerate(LABELS))
     with pytest.raises((OSError, ValueError), match=r"config\.json"):  # no classifier with a random head
         pipeline("text-classification", model=str(out))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_texts_of_other_lengths_beside_one_change_nothing_whatever_side_the_base_pads(kind, tiny_bert, tmp_path):
+    settings = json.loads((tiny_bert / "tokenizer_config.json").read_text())
+    described = {"tokenizer_config.json": {**settings, "padding_side": "left"}}
+    run, out = encoder_run(kind, True, tiny_bert, tmp_path, described), tmp_path / "out"
+    fedpriv("export", run, out)
+    texts = TEXTS[:2] + TEXTS[3:]
+    expected = torch.tensor(saved.classify(saved.load(saved.find(run)), texts)).float()
+    found = SentenceTransformer(str(out), device="cpu").encode(texts, convert_to_tensor=True).softmax(dim=1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
