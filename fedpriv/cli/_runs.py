@@ -136,6 +136,8 @@ def export(
     from fedpriv.models.publishing.export import export as export_to
 
     check_new(out)
+    if transformers and gguf:
+        raise InputError("transformers, gguf: are two forms; name one of them")
     found = saved.find(source, variant=variant, model=model)
     if gguf:
         return _export_gguf(found, out, only, precision)

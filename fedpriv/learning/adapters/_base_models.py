@@ -149,7 +149,8 @@ def _tokenizer(location: str, says: pooling.SelfDescription) -> Any:
         raise ValueError(f"a {type(tokenizer).__name__} can put no prompt before texts")
     own = tokenizer.backend_tokenizer.normalizer
     tokenizer.backend_tokenizer.normalizer = Normalizers([*steps, *([own] if own else [])])
-    kept = {name: getattr(tokenizer, name) for name in ("model_max_length", "model_input_names", "padding_side")}
+    names = ("model_max_length", "model_input_names", "padding_side", "truncation_side")
+    kept = {name: getattr(tokenizer, name) for name in names}
     # Of this class, since others make their normalizer anew when they are read again.
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map, **kept)
 

@@ -23,6 +23,9 @@ Encode = Callable[[Any, Sequence[str], Sequence[str] | None, int], list[Row]]
 
 _FEATURES = ("input_ids", "token_type_ids")
 
+# A length that no prompt reaches.
+_UNCUT = 2**20
+
 
 class RecordSet(Protocol):
     """The records of one holder, in the form that its run's model reads."""
@@ -149,9 +152,13 @@ def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
     Raises:
         InputError: max_length is too small; a tokenizer would silently not truncate at all.
     """
-    smallest = tokenizer.num_special_tokens_to_add(pair=pairs) + (2 if pairs else 1)
+    (blank,) = encode(tokenizer, [" "], [" "] if pairs else None, _UNCUT)
+    framed = len(blank["input_ids"]) if blank else 0  # the tokenizer may put a prompt before every text
+    smallest = max(framed, tokenizer.num_special_tokens_to_add(pair=pairs)) + (2 if pairs else 1)
     if max_length < smallest:
-        raise InputError(f"max_length = {max_length}: must be at least {smallest}, with the tokenizer's special tokens")
+        raise InputError(
+            f"max_length = {max_length}: must be at least {smallest}, with the tokenizer's special tokens and prompt"
+        )
 
 
 def encode(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> list[Row]:

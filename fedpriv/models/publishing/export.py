@@ -85,6 +85,8 @@ def export(loaded: LoadedVariant, out: Path, form: Form | None = None) -> Form:
     form = form or form_of(loaded.saved)
     if form == "transformers" and loaded.saved.pooling != "model":
         _check_arranged(loaded)
+    if loaded.saved.task == "SEQ_CLS":
+        loaded.tokenizer.padding_side = "right"  # as in training: positions count from the beginning
     with whole_folder(out, loaded.saved, form) as folder:
         if form == "sentence-transformers":
             _write_sentences(loaded, folder)
@@ -209,6 +211,8 @@ def _check_arranged(loaded: LoadedVariant) -> None:
             f"transformers: no weights make its own classifier of a {family} pool by {kind} into a linear head; leave "
             "--transformers out for a folder of sentence-transformers"
         )
+    if (num := len(loaded.saved.labels)) > (room := loaded.peft_model.config.hidden_size):
+        raise InputError(f"transformers: {num} labels, and its own head has room for {room}; leave --transformers out")
 
 
 @torch.no_grad()

@@ -261,6 +261,12 @@ def test_an_unknown_architecture_that_mixes_records_runs_them_one_at_a_time(monk
     assert list(model.passes(records_for(model).items([1, 2]))) == [[0], [1]]
 
 
+@pytest.mark.parametrize("kind", ["convbert", "bert"])
+def test_an_architecture_in_which_padding_counts_runs_records_one_at_a_time(kind):
+    model = training_model(kind, normalize=True, alone=False)
+    assert model.alone == (kind == "convbert"), "its convolutions read the padding behind a text"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["fails", "other numbers"])
 def test_a_model_that_does_not_run_from_its_middle_trains_without_a_prefix_cache(monkeypatch, broken):

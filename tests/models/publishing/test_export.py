@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -113,6 +114,18 @@ def test_the_parts_of_an_export_give_the_models_probabilities(kind, normalize, t
         pipeline("text-classification", model=str(out))
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_texts_of_other_lengths_beside_one_change_nothing_whatever_side_the_base_pads(kind, tiny_bert, tmp_path):
+    settings = json.loads((tiny_bert / "tokenizer_config.json").read_text())
+    described = {"tokenizer_config.json": {**settings, "padding_side": "left"}}
+    run, out = encoder_run(kind, True, tiny_bert, tmp_path, described), tmp_path / "out"
+    fedpriv("export", run, out)
+    texts = TEXTS[:2] + TEXTS[3:]
+    expected = torch.tensor(saved.classify(saved.load(saved.find(run)), texts)).float()
+    found = SentenceTransformer(str(out), device="cpu").encode(texts, convert_to_tensor=True).softmax(dim=1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("kind", "normalize", "described"),
     [
@@ -170,6 +183,19 @@ def test_what_no_library_can_express_is_refused_before_anything_is_loaded(tiny_b
     run = save_run(tmp_path / "pairs", values, ("global",))
     assert "reads single texts" in fedpriv("export", run, tmp_path / "out", code=2)[1]
     assert not (tmp_path / "out").exists()
+
+
+def test_more_labels_than_the_own_head_of_the_class_has_room_for_are_refused(tiny_bert, tmp_path):
+    run = encoder_run("bert", True, tiny_bert, tmp_path)
+    loaded = saved.load(saved.find(run))
+    loaded.saved.convention["labels"] = list(map(str, range(33)))
+    with pytest.raises(InputError, match="33 labels, and its own head has room for 32"):
+        export.export(loaded, tmp_path / "out", "transformers")
+
+
+def test_a_form_for_transformers_and_one_for_llama_cpp_are_refused_together(tmp_path):
+    run = causal_run(False, tmp_path)
+    assert "transformers, gguf" in fedpriv("export", run, tmp_path / "out", "--transformers", "--gguf", code=2)[1]
 
 
 @pytest.mark.slow
