@@ -204,7 +204,9 @@ class FeatureStore:
         self._num_saved = 0
         if path.is_file():
             with np.load(path) as saved:
-                self._states = {key.tobytes(): state for key, state in zip(saved["keys"], saved["states"], strict=True)}
+                for width in filter(str.isdigit, saved):
+                    keys = (key.tobytes() for key in saved[f"keys of {width}"])
+                    self._states.update(zip(keys, saved[width], strict=True))
             self._num_saved = len(self._states)
 
     def serve(self, model: TrainingModel, config: RunConfig) -> None:
@@ -226,9 +228,13 @@ class FeatureStore:
         """Write what is new to the file."""
         if len(self._states) == self._num_saved:
             return
-        keys = np.frombuffer(b"".join(self._states), dtype="V16")
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for width in {len(state) for state in self._states.values()}:  # encoders differ in it
+            of_width = {key: state for key, state in self._states.items() if len(state) == width}
+            arrays[f"keys of {width}"] = np.frombuffer(b"".join(of_width), dtype="V16")
+            arrays[f"{width}"] = np.stack(list(of_width.values()))
         with replaced_file(self._path) as file:
-            np.savez(file, keys=keys, states=np.stack(list(self._states.values())))
+            np.savez(file, allow_pickle=False, **arrays)
         self._num_saved = len(self._states)
 
     def _remembered(self, compute: Compute, base: bytes) -> Compute:

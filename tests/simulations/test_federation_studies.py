@@ -163,6 +163,16 @@ def test_features_that_are_missing_are_computed_beside_those_that_are_kept(tiny,
     torch.testing.assert_close(model.features.features(drawn, Body({}, {}), keep=False), expected)
 
 
+def test_features_of_encoders_of_other_widths_are_kept_beside_each_other(tmp_path):
+    first, kept = FeatureStore(tmp_path / "features.npz"), {b"a" * 16: 3, b"b" * 16: 5, b"c" * 16: 3}
+    first._states = {key: np.full(width, key[0], np.float32) for key, width in kept.items()}
+    first.save()
+    again = FeatureStore(tmp_path / "features.npz")._states
+    assert {key: (state.tolist(), state.dtype) for key, state in again.items()} == {
+        key: ([float(key[0])] * width, np.float32) for key, width in kept.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("study", "cell", "said"),
     [
