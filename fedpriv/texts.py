@@ -1,7 +1,5 @@
 """Texts for people and programs: names that data holders chose, sizes, risks, and JSON without NaN and infinities."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -4,8 +4,6 @@ Every command takes --json, which prints one JSON object to stdout and nothing e
 `fedpriv.cli.main`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """`fedpriv lmo ...`: what LMO-DP noise costs, the search for it, and how it compares."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`fedpriv ...`: the library from a shell, and the programs above it, which are loaded when they are used."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import re

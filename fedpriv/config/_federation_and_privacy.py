@@ -3,8 +3,6 @@
 The facts of the aggregation rules stand here, so that a configuration is checked without torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date

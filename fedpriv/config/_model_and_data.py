@@ -1,7 +1,5 @@
 """The sections of a configuration on the model, on the records and who holds them, and on variants and the machine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

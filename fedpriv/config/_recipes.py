@@ -1,7 +1,5 @@
 """Recipes: named sets of configuration keys that belong together. docs/recipes.md explains them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Both are made from the types of the sections and the meanings below their keys.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Mapping

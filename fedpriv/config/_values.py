@@ -3,8 +3,6 @@
 A sweep's file holds ordinary run keys, a `[grid]` and a list of `[[runs]]`.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import tomllib

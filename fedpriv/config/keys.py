@@ -3,8 +3,6 @@
 Written by `make keys` from the sections of `fedpriv.config`. docs/configuration.md explains the keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict

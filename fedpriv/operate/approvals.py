@@ -1,7 +1,5 @@
 """Approvals of code that may run on a machine: the SHA-256 of each app bundle (FAB) that its operator has approved."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Flower's programs as a coordinator or data holder runs them: environment, process, answers, exit codes, and log."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os

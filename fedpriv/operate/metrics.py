@@ -4,8 +4,6 @@ A source cannot hold anything up: one that fails or hangs has a thread of its ow
 may let others read; so what a source gives must be public, or paid for by a ledger, and must change at public times.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

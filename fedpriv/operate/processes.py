@@ -5,8 +5,6 @@ starts, Flower's own among them. So no file lists them that a crash could leave 
 and a number that another process has been given since names nobody.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

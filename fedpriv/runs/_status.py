@@ -1,7 +1,5 @@
 """The status of a run, from its folder alone: no process is asked, and nothing is written."""
 
-from __future__ import annotations
-
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Writes a run's folder while the run goes on."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -3,8 +3,6 @@
 What bounds a risk is rounded up, and no epsilon is shown without its delta.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -6,8 +6,6 @@ closes the file, and it is asked for without being taken, so that nobody who loo
 processes on the same machine only. So the file names the machine's boot; of any other, nothing is known.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

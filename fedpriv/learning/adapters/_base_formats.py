@@ -15,8 +15,6 @@ are in memory once for all of them. The file is named by its contents and compar
 nothing depends on whether it is there. Weights as they are in a checkpoint are mapped from it by safetensors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import logging

@@ -8,8 +8,6 @@ another user who can write the cache goes unseen; anyone who can act as this use
 as well.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

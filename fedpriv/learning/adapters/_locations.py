@@ -7,8 +7,6 @@ nothing elsewhere and tells who worked there. A name alone says little, so diges
 The Hub is asked once, and quietly, whether it has a model or a data set: its clients retry for a minute.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib.util

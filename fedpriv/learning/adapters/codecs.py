@@ -4,8 +4,6 @@ A codec works on tensors that are already noised, so it is post-processing and c
 encode the difference to a reference that both sides hold: it is smaller than the tensors, so less is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

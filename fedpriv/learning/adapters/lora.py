@@ -12,8 +12,6 @@ count more in some directions. Fed-SB (Singhal et al. 2025) takes the factors fr
 differential privacy would be a release.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import tempfile

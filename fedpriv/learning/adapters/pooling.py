@@ -13,8 +13,6 @@ A folder of sentence-transformers says how its encoder pools, how long its texts
 `described` reads that; no code of a folder is run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Relevance is computed from the noised update, so staying silent is post-processi
 paid for, and saves none of the privacy charge.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

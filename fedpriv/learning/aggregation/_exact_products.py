@@ -5,8 +5,6 @@ frozen weights, which all clients learn. Under differential privacy the products
 their cross term is averaged as it is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

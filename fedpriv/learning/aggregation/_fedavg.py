@@ -6,8 +6,6 @@ al. 2025, Algorithm 1), and on R between B and A, both frozen, Fed-SB (Singhal e
 model's weights are linear in what is averaged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ what clients train next are other coordinates of it. The rows of the new A span 
 A orthonormal from the start the new A is a rotation of the old one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 The mean of the head's rows is the mean of all features: no prediction depends on it, and clients read it there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Of a table every record must be readable. Of a node's file each row is a record, or there is a reason why it is none.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence

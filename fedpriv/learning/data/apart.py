@@ -4,8 +4,6 @@ Only those who hold both compare them. So a simulation does, and a node never: i
 whose records it has.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ not. Some messages are ambiguous even to a human reader: a complaint that severa
 circumstance that decides.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence

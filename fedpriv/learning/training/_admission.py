@@ -9,8 +9,6 @@ noise alone, which has its price all the same. It is tried on a public text in t
 as any record: what it fails on, every record would.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 import logging

@@ -7,8 +7,6 @@ A causal model's canary is a context of random tokens and, as its response, one 
 the client has. Such contexts have nothing in common, so that few gradients of other records point along a canary's.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ How far work is depends on which records were drawn, so a process that owns all 
 else: a simulation sets a model's `tell`, a vault never does, and nothing writes it to a file or a message.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import mmap

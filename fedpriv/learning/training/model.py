@@ -1,7 +1,5 @@
 """The model for local training and evaluation: forward passes with or without the frozen-prefix cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal

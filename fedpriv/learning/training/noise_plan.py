@@ -1,7 +1,5 @@
 """Noise, learning rates and the choice of LoRA that a run's configuration asks for, from public numbers alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

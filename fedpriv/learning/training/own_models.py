@@ -5,8 +5,6 @@ record has a pass of its own. A model is tried when it is built, on records that
 one pass to the next, or whose losses have no meaning for a record by itself, is refused with the layer at fault.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager

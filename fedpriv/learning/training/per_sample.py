@@ -11,8 +11,6 @@ transformers' gradient checkpointing this needs no train mode, and gradients wit
 layer alone is in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace

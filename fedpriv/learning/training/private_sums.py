@@ -10,8 +10,6 @@ value is a float64, so nothing under- or overflows. A row's clipped values depen
 one of its call: kernels may round otherwise for another number of rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

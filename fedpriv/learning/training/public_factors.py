@@ -10,8 +10,6 @@ Where B alone is trained, a random A reads little of what tells one input from a
 in which the layer's inputs vary most.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

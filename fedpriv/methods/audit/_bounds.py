@@ -7,8 +7,6 @@ times the largest mean probability of the counts just below. The number of guess
 it is fixed before they are seen, or each number that is tried gets its share of the error probability.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A higher score means that a record is more likely to be a member. On real data t
 membership: it is a release that no epsilon of the run covers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -27,8 +27,6 @@ noise. Attackers who see a model find less: canaries disturb each other, and a m
 products with them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Permuting a hidden layer's neurons together with the next layer's columns does n
 two networks are compared only after one has been brought, layer by layer, into the order that best fits the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

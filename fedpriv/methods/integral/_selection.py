@@ -6,8 +6,6 @@ differential privacy: it says how many disjoint sets of records lead to nearly t
 can change what is published.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ that the intruder does not know already, one unused record of the same class. Wi
 exchangeable, so random guesses are right half the time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

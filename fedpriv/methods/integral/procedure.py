@@ -5,8 +5,6 @@ up to a change of basis between them, so equal maps may have different factors. 
 the frozen base fixes the order of all neurons.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

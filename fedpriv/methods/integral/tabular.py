@@ -1,7 +1,5 @@
 """Preprocessing of a table's columns into features, fitted on the training part alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

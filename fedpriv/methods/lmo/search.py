@@ -3,8 +3,6 @@
 The search is the paper's Algorithm 3.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args

@@ -4,8 +4,6 @@ Every decision here uses public metadata only: names, architectures, tags, data 
 utilities. A utility measured on private data is a release of its own and must be charged by the one who measured it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Greedy-N and Dedup take batches of a fixed size: Greedy-N tries each on its own,
 Dynamic ranges start with large ranges of unimportant blocks, and halve one when its validation fails.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

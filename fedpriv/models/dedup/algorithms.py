@@ -6,8 +6,6 @@ that take blocks in order are in `_in_order`. Here are Mistique, which validates
 to their substitutes, and a Monte Carlo tree search over which batches are replaced.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """Distances between the blocks of two models, and for each block of one model the nearest block of the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

@@ -4,8 +4,6 @@ An interrupted deduplication goes on if the store was filled in the same way: ev
 the plan, which is known before any model is loaded, and one of how its variants were validated.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Measure how much each weight of a model matters, in one pass over a data set, and each block of its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 

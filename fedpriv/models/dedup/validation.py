@@ -12,8 +12,6 @@ The loss is always measured against the original variant, never against the last
 et al. 2025 continues from the latter (line 18), so that its losses add up beyond the bound.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping

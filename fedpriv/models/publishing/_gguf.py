@@ -9,8 +9,6 @@ of the one in memory, if llama.cpp divides texts into words as it does. That is 
 four rules; tests compare the tokens.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterable, Iterator

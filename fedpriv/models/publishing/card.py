@@ -5,8 +5,6 @@ releases that were paid for. It names no data holder, path or size of anybody's 
 a label, becomes Markdown that says it and does nothing else.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

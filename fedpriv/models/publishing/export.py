@@ -14,8 +14,6 @@ two layers with an activation f, computes the linear one: f(x) - f(-x) is x for 
 0. Attention over position alone, as MPNet has it, is 0 in the new heads.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

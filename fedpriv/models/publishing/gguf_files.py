@@ -8,8 +8,6 @@ made of a chat template of Jinja's if that puts a text of its own before and aft
 alone, and nothing else; it is tried on chats before it is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ what a few made, or a federation of one, and a global model after a round in whi
 is that upload. Records that are public need no permission.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

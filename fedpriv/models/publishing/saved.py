@@ -3,8 +3,6 @@
 Each text has a pass of its own, without padding, so an answer depends on no other text by a bit.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 A pass gives classes or vectors; those who ask for the one and for the other take turns like clients do.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter as Counts
 from collections.abc import Sequence

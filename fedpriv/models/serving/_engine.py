@@ -9,8 +9,6 @@ for bfloat16 and for compiled models, takes as little as a third of the time: th
 Source: Chen et al. 2024 (Punica), section 3; Sheng et al. 2024 (S-LoRA), section 4.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

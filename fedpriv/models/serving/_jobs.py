@@ -4,8 +4,6 @@ Clients take turns, and so do the variants of each: many requests of one client 
 variant no other's of the same client.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter, OrderedDict, deque

@@ -4,8 +4,6 @@ Blocks are rows of equal size in a file, appended durably, and mapped. Its forma
 read and the system can map. Damage is found by the SHA-256 of every block, manifest, extra tensor and basis.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -4,8 +4,6 @@ Every change is one transaction, after the rows that it names are on the disk; s
 index or the new one. A seal, the SHA-256 of the state and of every model's digests, is checked when it is read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sqlite3

@@ -4,8 +4,6 @@ The description also has the digest of that file, so that tensors which changed 
 are read. It guards against damage, not against anyone who can write the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ lock: held by the one process that writes
 Source: Guan et al., SIGMOD 2025, sections 4.5 and 6.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

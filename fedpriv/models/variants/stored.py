@@ -3,8 +3,6 @@
 Of a damaged store all raise StoreError.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 dp-accounting is imported where an epsilon or a delta is computed: scipy.signal and scipy.stats come with it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence

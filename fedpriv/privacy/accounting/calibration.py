@@ -1,7 +1,5 @@
 """The noise that a target of epsilon or risk needs, and the number of rounds that a budget allows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache

@@ -3,8 +3,6 @@
 Here are releases of which only the cost is known; those of Gaussian and LMO noise have files of their own.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable

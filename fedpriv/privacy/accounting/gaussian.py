@@ -10,8 +10,6 @@ which one coin decides for all. For two holders with s = 1, q = 0.01 and noise 1
 which that says 6.48; and where a draw is rarer than delta it says 0, though two coins are tossed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

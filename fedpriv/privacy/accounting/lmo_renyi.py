@@ -31,8 +31,6 @@ the noise on all coordinates is dominated by Gaussian noise, with the multiplier
 docs/appendices/lmo.md has the proofs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

@@ -5,8 +5,6 @@ output for the smaller q is that for the larger q', with each release replaced b
 1 - q / q', which is post-processing.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 docs/appendices/recipe_noise.md derives these formulas; recipe_trials.md there says where each constant is from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Training clips these parts and accounting divides the noise multiplier by this factor: one definition serves both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -9,8 +9,6 @@ Proposition 2.12). One (epsilon, delta) alone is one pair of lines, and says far
 by what it bounds between two coins: an accusation is one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ protects against those who see only the weighted sums, a participant among them,
 under the conditions that `aggregate_objections` checks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ Source of the law: Canonne, Kamath and Steinke 2020, Definition 1; their Algorit
 instead.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Context, Decimal

@@ -1,7 +1,5 @@
 """The Sparse Vector Technique on integer queries, with discrete Laplace noise drawn exactly."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

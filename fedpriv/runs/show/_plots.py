@@ -4,8 +4,6 @@ The lines are also shown as a table: the index is the round, and each column is 
 the page, in light and dark mode.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import math

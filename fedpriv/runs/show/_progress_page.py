@@ -3,8 +3,6 @@
 A page says when it was written and when the next is due, so that one whose writer has died does not look alive.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """A finished run as one self-contained HTML page: what it achieved, and what it cost every data holder."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 `watch` shows a run or a sweep in the terminal, read again and again from its folder until it has ended.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import time

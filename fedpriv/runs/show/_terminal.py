@@ -1,7 +1,5 @@
 """The status of a run in the terminal: its figures, a row for each client, and the last events."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import wrap

@@ -1,7 +1,5 @@
 """Trackers of runs: MLflow, TensorBoard, and Weights & Biases; the package of each is loaded by its first run."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

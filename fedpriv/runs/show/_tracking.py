@@ -5,8 +5,6 @@ It reads the folder, so it knows nothing that is not released. At the end the tr
 the paths of the machine that made them. `Share` bounds the time that showing a run takes from it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import re

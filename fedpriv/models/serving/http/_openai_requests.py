@@ -5,8 +5,6 @@ Everything else is refused by name. A refusal names the parameter, its value whe
 limit.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Refusals: one status and one line instead of an answer, in the shape that OpenAI's clients read."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """How a server is reached: uvicorn on loopback or a Unix socket, how it ends, and an nginx for other machines."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import logging

@@ -7,8 +7,6 @@ variants = ["global", "round-*"]
 metrics = false
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
