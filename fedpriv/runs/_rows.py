@@ -3,6 +3,8 @@
 Every column of a table is declared once, in `RoundRow` and `ClientRow`, by which it is written and read.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import json
