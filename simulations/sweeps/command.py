@@ -23,7 +23,7 @@ from fedpriv.runs import RoundRow, files, marked_alive, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
 from fedpriv.runs.plan import preflight
-from fedpriv.runs.show import PageWriter, SweepTeller, run_name, sweep_page, tracked, tracker_of
+from fedpriv.runs.show import TRACKERS, PageWriter, SweepTeller, run_name, sweep_page, tracked
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> Finishe
 def _teller(planned: Sweep, out: Path) -> SweepTeller:
     """Tells the sweep's tracker of it."""
     names = {run.key: run_name(run.varied) for run in planned.runs}
-    tracker, keys = tracker_of(planned.track), list(planned.keys)
+    tracker, keys = TRACKERS[planned.track], list(planned.keys)
     return SweepTeller(tracker, planned.track, out, title=planned.title, keys=keys, names=names, stored_in=stored_in)
 
 

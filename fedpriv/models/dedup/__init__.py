@@ -2,8 +2,8 @@
 
 A search replaces as many of a model's 64 blocks as validation allows, here the 40 least salient:
 
->>> from fedpriv.models.dedup import algorithm
->>> result = algorithm("drd")(64, lambda replaced: max(replaced) < 40, min_batch=4)
+>>> from fedpriv.models.dedup import ALGORITHMS
+>>> result = ALGORITHMS["drd"](64, lambda replaced: max(replaced) < 40, min_batch=4)
 >>> len(result.replaced), result.num_validations
 (40, 13)
 """
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fedpriv.models.dedup._blocks import MINHASH_STEP as MINHASH_STEP
     from fedpriv.models.dedup._in_order import BlockSearchResult as BlockSearchResult
     from fedpriv.models.dedup.algorithms import ALGORITHMS as ALGORITHMS
-    from fedpriv.models.dedup.algorithms import algorithm as algorithm
     from fedpriv.models.dedup.pipeline import deduplicate as deduplicate
     from fedpriv.models.dedup.planning import DedupSettings as DedupSettings
     from fedpriv.models.dedup.planning import plan as plan

@@ -63,10 +63,6 @@ class Candidate:
             raise ValueError(f"delta = {self.delta} of variant {self.name}: must lie in [0, 1]")
 
 
-Distance = Callable[[Candidate, Candidate], float]
-"""The distance of two variants' metadata, >= 0, symmetric."""
-
-
 Cost = Callable[[Candidate, Sequence[Candidate]], Guarantee]
 """The cost of a variant that holds blocks of these original variants; adding variants never lowers it."""
 
@@ -138,11 +134,11 @@ def fair_limits(variant: Candidate, variants: Iterable[Candidate]) -> VariantLim
     )
 
 
-def cluster(variants: Sequence[Candidate], distance: Distance, max_distance: float) -> list[list[Candidate]]:
+def cluster(variants: Sequence[Candidate], max_distance: float) -> list[list[Candidate]]:
     """Groups of variants in which no two are further apart than the maximum (hierarchical, complete linkage)."""
     groups = [[variant] for variant in variants]
     while len(groups) > 1:
-        pairs = [(_linkage(groups[i], groups[j], distance), i, j) for j in range(len(groups)) for i in range(j)]
+        pairs = [(_linkage(groups[i], groups[j]), i, j) for j in range(len(groups)) for i in range(j)]
         smallest, i, j = min(pairs)
         if smallest > max_distance:
             break
@@ -203,7 +199,7 @@ def select_bases(
     for name, value, known in (("strategy", strategy, get_args(Strategy)), ("fairness", fairness, get_args(Fairness))):
         if value not in known:
             raise ValueError(f"{name} = {value!r}: must be one of {', '.join(known)}")
-    groups = cluster(ordered, metadata_distance, max_distance)
+    groups = cluster(ordered, max_distance)
     chooser = _Chooser(ordered, fairness, cost)
     most = [most_bases(len(group)) if most_bases and strategy == "multi" else len(ordered) for group in groups]
     # Computed before any choice is made, as in Algorithm 3.
@@ -217,7 +213,10 @@ def select_bases(
     # find no base within its own cluster, and is treated in the same way.
     pools = dangling if stored or strategy == "single" else groups
     for group, limit in zip(groups, most, strict=True):
-        by_distance = _by_linkage(group, groups, metadata_distance)
+        # The group itself first, then from the nearest to the farthest.
+        by_distance = sorted(
+            range(len(groups)), key=lambda i: -1.0 if groups[i] is group else _linkage(group, groups[i])
+        )
         for target, index in ((target, index) for target in group for index in by_distance):
             if chooser.is_free(target) and target.name not in stored:
                 candidates = [v for v in pools[index] if v != target]
@@ -361,17 +360,8 @@ def _arriving(
             whole += [] if chooser.is_target(target) else [target]
 
 
-def _by_linkage(group: Sequence[Candidate], groups: Sequence[Sequence[Candidate]], distance: Distance) -> list[int]:
-    """Indices of all groups, the group itself first, then from the nearest to the farthest."""
-
-    def separation(index: int) -> float:
-        return -1.0 if groups[index] is group else _linkage(group, groups[index], distance)
-
-    return sorted(range(len(groups)), key=separation)
-
-
-def _linkage(one: Sequence[Candidate], other: Sequence[Candidate], distance: Distance) -> float:
-    return max(distance(a, b) for a in one for b in other)
+def _linkage(one: Sequence[Candidate], other: Sequence[Candidate]) -> float:
+    return max(metadata_distance(a, b) for a in one for b in other)
 
 
 def _by_epsilon(variant: Candidate) -> tuple[float, str]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
 from fedpriv.models.dedup._base_selection import Assignment, Selection, fair_limits
-from fedpriv.models.dedup.algorithms import algorithm, minhash_similarity
+from fedpriv.models.dedup.algorithms import ALGORITHMS, minhash_similarity
 from fedpriv.models.dedup.distance import nearest
 from fedpriv.models.dedup.planning import (
     DedupSettings,
@@ -163,7 +163,7 @@ def _search(
     differs = np.array([own.tobytes() != other.tobytes() for own, other in zip(blocks, substitutes, strict=True)])
     order = np.argsort(saliency, kind="stable")
     trial = _Trial(layout, blocks, extras, substitutes, order[differs[order]], validation, validated)
-    return trial.run(algorithm(settings.algorithm), trial.options(settings))
+    return trial.run(ALGORITHMS[settings.algorithm], trial.options(settings))
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,7 +62,7 @@ class AdapterEvaluator:
         self.utility: Utility = "accuracy" if len(self._test.labels) else "log likelihood"
         self.description = f"{self.num_records} of {len(bench.test)} test records, seed {seed}"
         self.description += f", {measure}" if measure != "gradient" else ""
-        self._measure = saliency.measure(measure)
+        self._measure = saliency.MEASURES.named(measure)
         # Not only the trained ones: if only B is trained, a variant contains A too.
         by_address = {p.data_ptr(): (name, p) for name, p in self.model.peft_model.named_parameters()}
         stored = get_peft_model_state_dict(self.model.peft_model)

@@ -273,10 +273,3 @@ class _Tree:
         for state in reversed(path):
             if not self._children(state):
                 self.finished.add(state)
-
-
-def algorithm(name: str) -> Search:
-    """The search algorithm of that name; an InputError names those that are known."""
-    if name not in ALGORITHMS:
-        raise InputError(f"algorithm = {name!r}: known are {', '.join(METHODS)}")
-    return ALGORITHMS[name]

@@ -30,7 +30,7 @@ from fedpriv.models.dedup.validation import CONFIDENCE, Evaluator, PrivateQuerie
 from fedpriv.models.dedup.work import Evaluators, Observer, Outcome, Work
 from fedpriv.models.variants.blocks import BlockLayout, check_has_blocks, layout_of
 from fedpriv.models.variants.folders import Described, to_json
-from fedpriv.models.variants.lossless import Reference, Values, best_reference, sample
+from fedpriv.models.variants.lossless import Reference, best_reference, sample
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting import events
 from fedpriv.privacy.accounting.events import Event
@@ -109,9 +109,7 @@ def deduplicate(
     if (private is None) != all(each.private is None for each in own.values()):
         raise ValueError("private: must be given where an evaluator's records are private, and only there")
     if hidden := [name for name, each in own.items() if each.private is not None and each.utility != "accuracy"]:
-        raise InputError(
-            f"evaluators: that of {hidden[0]!r} has likelihoods of private records; give accuracy for these"
-        )
+        raise InputError(f"evaluators: that of {hidden[0]!r} has likelihoods of private records; give accuracy")
     if private and settings.acceptance != "proof":
         raise InputError(
             f"acceptance = {settings.acceptance!r}: would answer on private records without noise; leave it out for a "
@@ -267,11 +265,10 @@ def _digest_of_values(tensors: Tensors) -> str:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=_plain).encode()).hexdigest()
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else repr(value)
 
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else repr(value)
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=plain).encode()).hexdigest()
 
 
 def store_without_loss(work: Work) -> list[Outcome]:
@@ -309,8 +306,7 @@ def _chosen(work: Work, layout: BlockLayout, names: Sequence[str]) -> str | None
     """The variant from which all differ least; None where zeros take fewer bytes. The same at every attempt."""
     candidates = [names[len(names) * index // _CANDIDATES] for index in range(_CANDIDATES)]
     candidates = list(dict.fromkeys(candidates)) if len(names) > _CANDIDATES else list(names)
-    samples: list[Values] = [sample(work.read_tensors(name), layout) for name in candidates]
-    best = best_reference(samples, len(names))
+    best = best_reference([sample(work.read_tensors(name), layout) for name in candidates], len(names))
     return None if best is None else candidates[best]
 
 

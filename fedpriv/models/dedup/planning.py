@@ -29,7 +29,7 @@ from fedpriv.models.dedup._base_selection import (
     worthwhile_bases,
 )
 from fedpriv.models.dedup._in_order import check_whole
-from fedpriv.models.dedup.algorithms import LOSSLESS, algorithm
+from fedpriv.models.dedup.algorithms import ALGORITHMS, LOSSLESS, METHODS
 from fedpriv.models.dedup.distance import METRICS, TILE
 from fedpriv.models.dedup.saliency import AGGREGATIONS
 from fedpriv.models.variants.composition import Guarantee, PublicationCost, publication_cost, smallest_deltas
@@ -75,14 +75,14 @@ class DedupSettings:
         if self.cutoff is not None:
             check_whole("cutoff", self.cutoff, 1)
         known = {"acceptance": get_args(Acceptance), "aggregation": AGGREGATIONS, "metric": METRICS}
-        for name, values in known.items():
+        for name, values in ({"algorithm": METHODS} | known).items():
             if (given := getattr(self, name)) not in values:
                 raise InputError(f"{name} = {given!r}: known are {', '.join(values)}")
         if self.algorithm == LOSSLESS:
             if self.options:
                 raise InputError(f"option = {min(self.options)!r}: {LOSSLESS} has none")
             return
-        search = algorithm(self.algorithm)
+        search = ALGORITHMS[self.algorithm]
         parameters = inspect.signature(search).parameters
         options = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
         if odd := sorted(set(self.options) - set(options)):

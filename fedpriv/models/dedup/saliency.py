@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.errors import InputError
+from fedpriv.exports import Registry
 from fedpriv.models.variants.blocks import BlockLayout
 
 Batch = Mapping[str, Tensor]
@@ -126,19 +127,13 @@ def _mean(
     return _finite({name: _array(total.abs() / num_records) for name, total in totals.items()})
 
 
-MEASURES: dict[str, Measure] = {
+_MEASURES: dict[str, Measure] = {
     "gradient": gradient,
     "magnitude": lambda model, batches, loss, names=None: magnitude(model),
     "wanda": lambda model, batches, loss, names=None: wanda(model, batches, loss),
     "fisher": fisher,
 }
-
-
-def measure(name: str) -> Measure:
-    """The saliency measure of this name; an InputError lists those that are known."""
-    if name not in MEASURES:
-        raise InputError(f"saliency = {name!r}: known are {', '.join(MEASURES)}")
-    return MEASURES[name]
+MEASURES = Registry("saliency", _MEASURES)
 
 
 @contextmanager

@@ -141,13 +141,8 @@ def least_records(bound: float) -> int | None:
     Args:
         bound: of what may be lost in the mean, >= 0.
     """
-    least = _unchanged_records(bound, loss_limit(np.zeros(1)))
+    least = math.ceil(loss_limit(np.zeros(1)) / bound) if bound else None
     return math.ceil(least * 3 / 2) if least else None  # a third of them is the search's own
-
-
-def _unchanged_records(bound: float, limit: float) -> int | None:
-    """The number of records without a loss whose limit is within the bound, if it is this of one; None for 0."""
-    return math.ceil(limit / bound) if bound else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +256,8 @@ class PrivateQueries:
     def least_records(self, bound: float) -> int | None:
         """The least number of records with which anything can be proven; None if no number is enough."""
         hidden = noise_margin(noise_scales(self.epsilon, 1, _SENSITIVITY), _NOISE_FAILS) / _PARTS
-        return _unchanged_records(bound, loss_limit(np.zeros(1), confidence=CONFIDENCE + _NOISE_FAILS) + hidden)
+        limit = loss_limit(np.zeros(1), confidence=CONFIDENCE + _NOISE_FAILS) + hidden
+        return math.ceil(limit / bound) if bound else None
 
 
 class PrivateValidation:

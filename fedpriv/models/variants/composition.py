@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import check_delta, epsilon_of
@@ -28,23 +28,6 @@ Method = Literal["basic", "accountant", "provenance"]
 class Guarantee:
     """An (epsilon, delta)-DP guarantee."""
 
-    epsilon: float
-    delta: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """The claim that one model is (epsilon, delta)-DP on each of its data sets.
-
-    Attributes:
-        name: of the model; equal names mean the same model.
-        data_sets: ids of the data it was trained on; the data of two models overlap if they share an id.
-        epsilon: >= 0, may be infinite.
-        delta: in [0, 1].
-    """
-
-    name: str
-    data_sets: frozenset[str]
     epsilon: float
     delta: float
 
@@ -115,9 +98,6 @@ class History:
         return self.events if self.ancestors is None else _by_data_set(self.ancestors)
 
 
-_Named = TypeVar("_Named", Claim, History)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _DataSetCost:
     """The cost of publishing for the records of one data set.
@@ -162,26 +142,6 @@ class PublicationCost:
             epsilon=math.inf if self.is_unknown else max((each.epsilon for each in guarantees), default=0.0),
             delta=max((each.delta for each in guarantees), default=0.0),
         )
-
-
-def basic(claims: Iterable[Claim]) -> Guarantee:
-    """The guarantee of anything computed from these models, by basic composition of their claims.
-
-    Each model counts once, models on the same data add up, and models on disjoint data give the maximum. Where data
-    overlap, each connected component of models adds up, and the largest sum counts.
-
-    Raises:
-        ValueError: two different claims for one name.
-
-    Source: Guan et al. 2025, Theorem 4.1 and its generalisation.
-    """
-    distinct = list(_by_name(claims).values())
-    sums = []
-    for data_sets in _merge_overlapping(claim.data_sets for claim in distinct):
-        component = [claim for claim in distinct if claim.data_sets & data_sets]
-        sums.append((math.fsum(c.epsilon for c in component), math.fsum(c.delta for c in component)))
-    epsilons, deltas = zip(*sums, strict=True) if sums else ((), ())
-    return Guarantee(epsilon=max(epsilons, default=0.0), delta=min(1.0, max(deltas, default=0.0)))
 
 
 def publication_cost(
@@ -328,8 +288,8 @@ def _smallest_delta(group: frozenset[str], deltas: Mapping[str, float]) -> float
     return delta
 
 
-def _by_name(given: Iterable[_Named]) -> dict[str, _Named]:
-    by_name: dict[str, _Named] = {}
+def _by_name(given: Iterable[History]) -> dict[str, History]:
+    by_name: dict[str, History] = {}
     for each in given:
         if by_name.setdefault(each.name, each) != each:
             raise ValueError(f"name = {each.name!r}: two different models have it")

@@ -304,15 +304,12 @@ class VariantFolders:
         return sorted(path.parent.name for path in self.path.glob(f"[!.]*/{FILE}"))
 
     def describe(self, name: str) -> Described:
-        """See `Store`."""
         return read(self.path / name)
 
     def tensors(self, name: str) -> dict[str, NDArray[Any]]:
-        """See `Store`."""
         return read_tensors(self.path / name)
 
     def memory_bytes(self, name: str) -> int:
-        """See `Store`."""
         return num_bytes(self.path / name)
 
     def sources(self, name: str) -> list[str]:
@@ -320,9 +317,7 @@ class VariantFolders:
         return [name]
 
     def is_chosen_privately(self, name: str) -> bool:
-        """See `Store`."""
         return False
 
     def unproven(self, name: str) -> str:
-        """See `Store`."""
         return ""

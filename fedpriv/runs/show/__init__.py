@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fedpriv.runs.show._terminal import show_status as show_status
     from fedpriv.runs.show._tracker import check_installed as check_installed
     from fedpriv.runs.show._tracker import run_name as run_name
-    from fedpriv.runs.show._trackers import tracker_of as tracker_of
+    from fedpriv.runs.show._trackers import TRACKERS as TRACKERS
     from fedpriv.runs.show._tracking import SweepTeller as SweepTeller
     from fedpriv.runs.show._tracking import tracked as tracked
     from fedpriv.runs.show._tracking import tracked_run as tracked_run

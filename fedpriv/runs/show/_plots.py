@@ -1,7 +1,7 @@
-"""A run's plots: from its tables to lines over rounds, and from these to an inline SVG; all functions are pure.
+"""A run's plots: from its tables to lines over rounds, and from these to figures; all functions are pure.
 
-The lines are also shown as a table: the index is the round, and each column is a line. An SVG takes its colours from
-the page, in light and dark mode.
+The lines are also shown as a table: the index is the round, and each column is a line. A figure is drawn in placeholder
+colours, which an inline SVG takes from its page, in light and dark mode.
 """
 
 import html
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from fedpriv.privacy.accounting.views import View
-from fedpriv.runs.figures import INFINITY, format_bound, format_bytes, format_number, format_percent
+from fedpriv.runs.figures import INFINITY, format_bytes, format_number
 from fedpriv.texts import percent_up
 
 # In points: small enough that a telephone shows the text at its size, large enough for half a column.
@@ -60,12 +60,6 @@ MOST_BARS = 20
 MAX_LINES = 8
 
 
-def accuracy_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "accuracy") -> str:
-    """Test accuracy over rounds, each run a line, and what it has to beat as dotted ones, by name."""
-    figure = accuracy_figure(frame, references)
-    return to_svg(figure, name=name, description=describe(frame, "Test accuracy", format_percent))
-
-
 def standard_errors(accuracies: pd.Series, summary: Mapping[str, Any]) -> pd.Series | None:
     """The standard error of each accuracy, from the number of test records that the final one's implies; or None."""
     error, final = summary.get("accuracy_standard_error"), summary["accuracy"]
@@ -76,7 +70,11 @@ def standard_errors(accuracies: pd.Series, summary: Mapping[str, Any]) -> pd.Ser
 
 
 def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float], errors: pd.Series | None = None) -> Figure:
-    """The figure of `accuracy_plot`, in placeholder colours, with error bars on the first line if given."""
+    """Test accuracy over rounds, each run a line, the first with error bars if given, and what it has to beat, dotted.
+
+    Args:
+        references: {name: accuracy} of what it has to beat.
+    """
     figure, axes = _axes([*_labels_of(frame), *references], _percent_tick)
     labels = _draw_lines(axes, frame)
     if errors is not None:
@@ -87,7 +85,7 @@ def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float], errors
     return figure
 
 
-def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], name: str = "evaluation") -> str:
+def evaluation_figure(frame: pd.DataFrame, references: Mapping[str, float]) -> Figure:
     """The accuracy of `evaluation_lines` with its interval, and what it has to beat as dotted lines."""
     (round_,), (label, *_) = frame.index, frame.columns
     accuracy, low, high = frame.iloc[0]
@@ -101,12 +99,10 @@ def evaluation_plot(frame: pd.DataFrame, *, references: Mapping[str, float], nam
     axes.set_ylim(0.0, 1.0)
     labels = [(label, float(round_), middle, SERIES[0]), *_draw_references(axes, references, float(round_) + 1)]
     _draw_labels(axes, labels)
-    interval = f"95% interval {format_percent(low)} to {format_percent(high)}"
-    description = f"Accuracy after round {round_:g}: {format_percent(accuracy)}, {interval}."
-    return to_svg(figure, name=name, description=description)
+    return figure
 
 
-def trade_off_plot(found: pd.DataFrame, points: Mapping[str, float], *, name: str = "risk") -> str:
+def trade_off_figure(found: pd.DataFrame, points: Mapping[str, float]) -> Figure:
     """The shares found by the share wrongly accused, both on logarithmic axes, against accusing at random.
 
     Args:
@@ -146,34 +142,23 @@ def trade_off_plot(found: pd.DataFrame, points: Mapping[str, float], *, name: st
         axis.set_major_formatter(FuncFormatter(lambda share, _: _percent_tick(share)))
     axes.set_ylabel("found", color=INK, fontsize=FONT_SIZE, labelpad=-2)
     axes.set_xlabel("wrongly accused", color=INK, fontsize=FONT_SIZE)
-    told = ", ".join(f"{percent_up(y)} at {_percent_tick(float(x))}" for x, y in points.items())
-    return to_svg(figure, name=name, description=f"The share found at most, by the share wrongly accused: {told}.")
-
-
-def loss_plot(frame: pd.DataFrame, *, title: str = "Test loss", name: str = "loss") -> str:
-    """Test loss, or another quantity of that name, over rounds, each run a line."""
-    return to_svg(loss_figure(frame), name=name, description=describe(frame, title, format_number))
+    return figure
 
 
 def loss_figure(frame: pd.DataFrame) -> Figure:
-    """The figure of `loss_plot`, in placeholder colours."""
+    """Test loss, or another quantity, over rounds, each run a line."""
     figure, axes = _axes(_labels_of(frame), format_number)
     _draw_labels(axes, _draw_lines(axes, frame))
     return figure
 
 
-def epsilon_plot(frame: pd.DataFrame, *, title: str, name: str, limits: Mapping[str, float] | None = None) -> str:
+def epsilon_figure(frame: pd.DataFrame, limits: Mapping[str, float] | None = None) -> Figure:
     """Cumulative epsilon over rounds: a line per client, or a band from the 10% to the 90% quantile.
 
     Args:
         frame: from `epsilon_lines`; infinite values are named, not drawn.
         limits: {name: epsilon} of what may be spent, as dotted lines; finite and > 0.
     """
-    return to_svg(epsilon_figure(frame, limits), name=name, description=describe(frame, title, format_bound))
-
-
-def epsilon_figure(frame: pd.DataFrame, limits: Mapping[str, float] | None = None) -> Figure:
-    """The figure of `epsilon_plot`, in placeholder colours."""
     banded = "highest" in frame
     labels = list(frame.columns) if banded else _labels_of(frame, "client ")
     limits = limits or {}
@@ -193,7 +178,7 @@ def epsilon_figure(frame: pd.DataFrame, limits: Mapping[str, float] | None = Non
 
 
 def label_figure(frame: pd.DataFrame) -> Figure:
-    """The shares of labels, a bar for each client, in placeholder colours.
+    """The shares of labels, a bar for each client.
 
     Args:
         frame: the numbers of records, a row for each client, a column for each label.
@@ -215,13 +200,13 @@ def label_figure(frame: pd.DataFrame) -> Figure:
     return figure
 
 
-def traffic_plot(frame: pd.DataFrame, *, title: str, name: str) -> str:
+def traffic_figure(frame: pd.DataFrame) -> Figure:
     """Bytes sent and received over rounds."""
     figure, axes = _axes(_labels_of(frame), format_bytes)
     labels = _draw_lines(axes, frame)
     _start_at_zero(axes)
     _draw_labels(axes, labels)
-    return to_svg(figure, name=name, description=describe(frame, title, format_bytes))
+    return figure
 
 
 def describe(frame: pd.DataFrame, title: str, format_value: Format) -> str:
@@ -273,16 +258,12 @@ def _draw_lines(axes: Axes, frame: pd.DataFrame, prefix: str = "") -> list[Label
         # Without the rounds that have no figure, or a curve that is tested in some rounds alone would have no line.
         finite = values.replace(math.inf, math.nan).dropna()
         style = index % len(SERIES)
-        marker = MARKERS[style] if len(finite) <= 25 else ""
-        axes.plot(
-            finite.index,
-            finite,
-            color=SERIES[style],
-            linestyle=DASHES[style],
-            linewidth=1.6,
-            marker=marker,
-            markersize=3.5,
-        )
+        look = {
+            "color": SERIES[style],
+            "linestyle": DASHES[style],
+            "marker": MARKERS[style] if len(finite) <= 25 else "",
+        }
+        axes.plot(finite.index, finite, linewidth=1.6, markersize=3.5, **look)
         text = _label(names, frame.shape[1], prefix)
         if math.isinf(values.iloc[-1]):
             labels.append((f"{text} {INFINITY}", final, math.inf, SERIES[style]))

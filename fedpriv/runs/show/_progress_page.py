@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import resources
 from math import isinf
 from pathlib import Path
@@ -59,7 +58,7 @@ class Timing:
     @property
     def script(self) -> str:
         """The page's script; a browser is told to run nothing else."""
-        return _script()
+        return (resources.files("fedpriv.runs.show") / "templates" / "reload.js").read_text(encoding="utf-8")
 
     @property
     def script_digest(self) -> str:
@@ -153,18 +152,21 @@ class RunPage:
         if self._drawing.is_due:
             with self._drawing.spending():
                 self._panels = _panels(folder, status, "this run" if not_private else "with DP")
-        return _rendered(
-            "progress.html.j2",
-            name=folder.name,
-            timing=timing,
-            status=status,
-            reason=self.reason,
-            not_private=not_private,
-            figures=figures(folder, "terminal"),
-            clients=clients_so_far(status, spent_on_view(folder)),
-            troubles=troubles(status),
-            events=last_events(status),
-            panels=self._panels,
+        return (
+            templates()
+            .get_template("progress.html.j2")
+            .render(
+                name=folder.name,
+                timing=timing,
+                status=status,
+                reason=self.reason,
+                not_private=not_private,
+                figures=figures(folder, "terminal"),
+                clients=clients_so_far(status, spent_on_view(folder)),
+                troubles=troubles(status),
+                events=last_events(status),
+                panels=self._panels,
+            )
         )
 
 
@@ -173,27 +175,21 @@ def sweep_page(folder: Path, timing: Timing) -> str:
     sweep = read_sweep(folder, now=time.time())
     counts, table = Counter(run.state for run in sweep.runs), sweep_table(sweep)
     pages = [f"{run.key}/{files.REPORT}" if (folder / run.key / files.REPORT).is_file() else "" for run in sweep.runs]
-    return _rendered(
-        "sweep.html.j2",
-        name=sweep.title,
-        folder=folder,
-        timing=timing,
-        counts=", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]),
-        num_done=counts["finished"] + counts["failed"],
-        spending=sweep.spending,
-        spent=format_epsilon(sweep.spending.epsilon, sweep.spending.delta),
-        table=table,
-        rows=list(zip(pages, table.rows, strict=True)),
+    return (
+        templates()
+        .get_template("sweep.html.j2")
+        .render(
+            name=sweep.title,
+            folder=folder,
+            timing=timing,
+            counts=", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]),
+            num_done=counts["finished"] + counts["failed"],
+            spending=sweep.spending,
+            spent=format_epsilon(sweep.spending.epsilon, sweep.spending.delta),
+            table=table,
+            rows=list(zip(pages, table.rows, strict=True)),
+        )
     )
-
-
-def _rendered(template: str, **values: Any) -> str:
-    return templates().get_template(template).render(values)
-
-
-@cache
-def _script() -> str:
-    return (resources.files("fedpriv.runs.show") / "templates" / "reload.js").read_text(encoding="utf-8")
 
 
 def _interrupted(folder: RunFolder, status: RunStatus) -> RunStatus:
@@ -225,8 +221,8 @@ def _panels(folder: RunFolder, status: RunStatus, name: str) -> list[Panel]:
         lines = _plots.epsilon_lines(rows, rounds, view)
         limits = {status.target_epsilon} if status.target_epsilon else set(status.budget_epsilon)
         limit = {"target" if status.target_epsilon else "budget": limits.pop()} if len(limits) == 1 else {}
-        svg = _plots.epsilon_plot(lines, title=title, name=f"epsilon-{view}", limits=limit)
-        found.insert(0, panel(title, note, svg, lines, format_bound))
+        figure = _plots.epsilon_figure(lines, limit)
+        found.insert(0, panel(title, note, figure, lines, format_bound, f"epsilon-{view}"))
     return found
 
 

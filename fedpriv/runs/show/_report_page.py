@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from fedpriv.files import replace_file, replaced_file
 from fedpriv.privacy.accounting.views import View, readers_label
@@ -40,7 +41,7 @@ from fedpriv.runs.figures import (
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show import _tables as tables
 from fedpriv.runs.show._tables import Stored, TextTable, accuracies_to_beat
-from fedpriv.texts import holder_label
+from fedpriv.texts import holder_label, percent_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,11 +273,10 @@ def quality_panels(
             continue
         compared = comparison if comparison is not None and len(comparison) and column in comparison else None
         frame = _plots.compared_lines(rounds, compared, column, name)
+        figure = _plots.loss_figure(frame)
         if column == "test_accuracy":
-            svg = _plots.accuracy_plot(frame, references=accuracies_to_beat(summary))
-        else:
-            svg = _plots.loss_plot(frame, title=title, name=column.removeprefix("test_"))
-        panels.append(panel(title, said, svg, frame, format_value))
+            figure = _plots.accuracy_figure(frame, accuracies_to_beat(summary))
+        panels.append(panel(title, said, figure, frame, format_value, column.removeprefix("test_")))
     return panels
 
 
@@ -286,8 +286,10 @@ def _evaluation_panel(run: RunFolder, name: str) -> Panel:
         "Of the final model, on records that the holders set aside; the bar is the 95% interval, which covers the "
         "noise of their counts."
     )
-    svg = _plots.evaluation_plot(evaluated, references=accuracies_to_beat(run.summary))
-    return panel("Private evaluation", note, svg, evaluated, format_percent)
+    accuracy, *interval = map(format_percent, evaluated.iloc[0])
+    said = f"Accuracy after round {evaluated.index[0]:g}: {accuracy}, 95% interval {' to '.join(interval)}."
+    figure = _plots.evaluation_figure(evaluated, accuracies_to_beat(run.summary))
+    return panel("Private evaluation", note, figure, evaluated, format_percent, "evaluation", said)
 
 
 def _epsilon_panels(run: RunFolder, views: Sequence[str]) -> list[Panel]:
@@ -303,8 +305,8 @@ def _epsilon_panels(run: RunFolder, views: Sequence[str]) -> list[Panel]:
         note = f"Per client, {against[view]}, {delta}; kept live by rdp, so never too small."
         for epsilon in final.values():
             note += f" The final figure, by {run.summary['accountant']}, is at most {format_bound(epsilon)}."
-        svg = _plots.epsilon_plot(spent, title=title, name=f"epsilon-{view}", limits=final)
-        panels.append(panel(title, note, svg, spent, format_bound))
+        figure = _plots.epsilon_figure(spent, final)
+        panels.append(panel(title, note, figure, spent, format_bound, f"epsilon-{view}"))
     return panels
 
 
@@ -320,9 +322,9 @@ def _label_panels(run: RunFolder) -> list[Panel]:
     frame = label_frame(run.summary)
     if frame is None:
         return []
-    title = "Labels of each client"
-    svg = _plots.to_svg(_plots.label_figure(frame), name="labels", description=f"{title}, as shares of its records.")
-    return [panel(title, "Shares of its training records.", svg, frame, lambda value: f"{value:,.0f}")]
+    title, said = "Labels of each client", "Labels of each client, as shares of its records."
+    figure, note = _plots.label_figure(frame), "Shares of its training records."
+    return [panel(title, note, figure, frame, lambda value: f"{value:,.0f}", "labels", said)]
 
 
 def label_frame(summary: Mapping[str, Any]) -> pd.DataFrame | None:
@@ -350,8 +352,11 @@ def _risk_panel(summary: Mapping[str, Any]) -> Panel | None:
         frame["found by the audit"] = np.asarray(audit["roc"]["tpr"])[places]
         note += f" The audit found so many of {audit['num_canaries']} canaries, by the share of others that it accused."
     points = {share: float(found) for share, found in summary["tpr_at_fpr"].items()}
-    svg = _plots.trade_off_plot(frame, points)
-    return panel("Found by an attacker", note, svg, frame, format_percent)
+    told = ", ".join(f"{percent_up(found)} at {100 * float(share):.3g}%" for share, found in points.items())
+    said = f"The share found at most, by the share wrongly accused: {told}."
+    return panel(
+        "Found by an attacker", note, _plots.trade_off_figure(frame, points), frame, format_percent, "risk", said
+    )
 
 
 def _traffic_panels(run: RunFolder) -> list[Panel]:
@@ -365,13 +370,27 @@ def _traffic_panels(run: RunFolder) -> list[Panel]:
         "total": ("Bytes so far", "Summed over the rounds.", traffic.cumsum()),
     }
     return [
-        panel(title, note, _plots.traffic_plot(frame, title=title, name=f"bytes-{key}"), frame, format_bytes)
+        panel(title, note, _plots.traffic_figure(frame), frame, format_bytes, f"bytes-{key}")
         for key, (title, note, frame) in titles.items()
     ]
 
 
-def panel(title: str, note: str, svg: str, frame: pd.DataFrame, format_value: _plots.Format) -> Panel:
-    """A plot of a table's lines, with the table; the note says in words what it shows."""
+def panel(
+    title: str,
+    note: str,
+    figure: Figure,
+    frame: pd.DataFrame,
+    format_value: _plots.Format,
+    name: str,
+    said: str | None = None,
+) -> Panel:
+    """A plot of a table's lines, with the table; the note says in words what it shows.
+
+    Args:
+        name: unique on the page.
+        said: to those who do not see the plot; None for where its lines end.
+    """
+    svg = _plots.to_svg(figure, name=name, description=said or _plots.describe(frame, title, format_value))
     table = tables.series_table(frame, f"{title}. {note}", format_value)
     return Panel(title=title, note=note, svg=Markup(svg), table=table)
 

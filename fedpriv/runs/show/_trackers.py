@@ -355,9 +355,5 @@ class Wandb:
         """Nothing: runs of one group are shown together."""
 
 
-_TRACKERS: Mapping[Track, Tracker] = {"mlflow": Mlflow(), "tensorboard": Tensorboard(), "wandb": Wandb()}
-
-
-def tracker_of(track: Track) -> Tracker:
-    """The tracker of that name, whose package is loaded by its first run."""
-    return _TRACKERS[track]
+TRACKERS: Mapping[Track, Tracker] = {"mlflow": Mlflow(), "tensorboard": Tensorboard(), "wandb": Wandb()}
+"""The tracker of each name, whose package is loaded by its first run."""

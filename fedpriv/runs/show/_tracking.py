@@ -27,7 +27,7 @@ from fedpriv.runs.figures import figures
 from fedpriv.runs.show import _tracker
 from fedpriv.runs.show._tables import ReadStored, nothing_stored
 from fedpriv.runs.show._tracker import Ending, Place, TrackedRun, Tracker
-from fedpriv.runs.show._trackers import tracker_of
+from fedpriv.runs.show._trackers import TRACKERS
 
 SHARE = 0.02
 
@@ -166,7 +166,7 @@ def tracked_run(
     place = Place(
         name=folder.name, folder=folder, home=folder.parent if config.engine == "flower" else None, stored_in=stored_in
     )
-    return tracked(config.track, folder, lambda: RunTeller(tracker_of(config.track), config.track, place), notice)
+    return tracked(config.track, folder, lambda: RunTeller(TRACKERS[config.track], config.track, place), notice)
 
 
 def _reason(error: Exception) -> str:

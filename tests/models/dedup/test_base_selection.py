@@ -15,15 +15,17 @@ from fedpriv.models.dedup._base_selection import (
     select_bases,
     worthwhile_bases,
 )
-from fedpriv.models.variants.composition import Claim, Guarantee, basic
+from fedpriv.models.variants.composition import Guarantee
 
 
 def basic_cost(target, bases):
     """Theorem 4.1: epsilons on the same data add up, disjoint data give the maximum."""
-    return basic(
-        Claim(name=each.name, data_sets=each.data_sets, epsilon=each.epsilon, delta=each.delta)
-        for each in (target, *bases)
-    )
+    models = {each.name: each for each in (target, *bases)}.values()
+    of = [
+        [each for each in models if id_ in each.data_sets] for id_ in {id_ for each in models for id_ in each.data_sets}
+    ]
+    epsilons, deltas = ([math.fsum(getattr(m, key) for m in each) for each in of] for key in ("epsilon", "delta"))
+    return Guarantee(epsilon=max(epsilons), delta=max(deltas))
 
 
 def selected(variants, *, cost=basic_cost, **options):
@@ -198,9 +200,11 @@ def test_how_many_bases_save_most(num_variants, expected):
 
 
 def test_clusters_hold_nothing_further_apart_than_allowed():
-    models = [variant(str(place), 1.0, utility=place / 10) for place in range(6)]
-    groups = cluster(models, lambda a, b: abs(a.utility - b.utility), 0.25)
-    assert [[each.name for each in group] for group in groups] == [["0", "1"], ["2", "3"], ["4", "5"]]
+    tags = {"a": "uv", "b": "uw", "c": "xy", "d": "xz"}  # 2 / 3 apart within a pair, 1 across
+    models = [variant(name, 1.0, data=name, tags=frozenset(tags[name])) for name in "acbd"]
+    groups = [[each.name for each in group] for group in cluster(models, 0.7)]
+    assert groups == [["a", "b"], ["c", "d"]]
+    assert len(cluster(models, 0.6)) == 4
 
 
 @pytest.mark.parametrize(

@@ -150,5 +150,5 @@ def test_blocks_of_a_layout_are_those_of_its_tensors(aggregation):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(InputError, match="aggregation = 'bogus': known are l2, l1, linf, q75"):
         by_block(VALUES, layout_of(VALUES, 4), "bogus")
-    with pytest.raises(InputError, match="saliency = 'bogus': known are gradient, magnitude, wanda, fisher"):
-        saliency.measure("bogus")
+    with pytest.raises(InputError, match="saliency = 'bogus': must be one of gradient, magnitude, wanda, fisher"):
+        MEASURES.named("bogus")

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.models.variants.composition import (
-    Claim,
     Guarantee,
     History,
     Upload,
     _merge_overlapping,
-    basic,
     publication_cost,
     uploads_of,
 )
@@ -80,32 +78,18 @@ def provenance(cost):
     return {each.data_sets[0]: each.epsilons["provenance"] for each in cost.by_data_set}
 
 
-def test_same_model_costs_nothing_more():
-    # Section 4.1, situation 1: Intra-Model, epsilon_t' = epsilon_t.
-    model = Claim(name="t", data_sets=frozenset("D"), epsilon=2.0, delta=1e-5)
-    assert basic([model, model]) == Guarantee(epsilon=2.0, delta=1e-5)
-
-
-def test_models_on_the_same_data_add_up():
-    # Situation 2: Inter-Model Intra-Data, the sum; Figure 2: M2 (epsilon 3) with blocks of M1 (1) has 4.
-    models = [Claim(name=n, data_sets=frozenset({"D1"}), epsilon=e, delta=1e-5) for n, e in (("M1", 1.0), ("M2", 3.0))]
-    assert basic(models) == Guarantee(epsilon=4.0, delta=2e-5)
-
-
-def test_models_on_disjoint_data_give_the_maximum():
-    # Situation 3: Inter-Model Inter-Data, the maximum.
-    models = [
-        Claim(name=n, data_sets=frozenset({n}), epsilon=e, delta=d) for n, e, d in (("x", 3, 1e-6), ("y", 1, 1e-5))
-    ]
-    assert basic(models) == Guarantee(epsilon=3, delta=1e-5)
-
-
-def test_overlapping_data_add_up_in_connected_components():
-    # "Generalization": x and z share nothing, but both overlap with y; w is apart.
-    sets = {"x": "12", "y": "23", "z": "3", "w": "9"}
-    models = [Claim(name=n, data_sets=frozenset(s), epsilon=1.0, delta=0.0) for n, s in sets.items()]
-    assert basic(models).epsilon == 3.0
-    assert basic([]) == Guarantee(epsilon=0.0, delta=0.0)
+@pytest.mark.parametrize(
+    ("models", "epsilon"),
+    [
+        ([("t", "D", 2.0), ("t", "D", 2.0)], 2.0),  # Section 4.1, situation 1: Intra-Model
+        ([("M1", "D", 1.0), ("M2", "D", 3.0)], 4.0),  # 2: Inter-Model Intra-Data; Figure 2: M2 with blocks of M1
+        ([("x", "D", 3.0), ("y", "E", 1.0)], 3.0),  # 3: Inter-Model Inter-Data
+    ],
+)
+def test_the_three_situations_of_the_paper_by_basic_composition(models, epsilon):
+    stated = [History(name=name, events={data: (PureEpsilon(epsilon=e),)}) for name, data, e in models]
+    cost = publication_cost(stated, {"D": 1e-5, "E": 1e-5})
+    assert max(each.epsilons["basic"] for each in cost.by_data_set) == pytest.approx(epsilon)
 
 
 @given(st.lists(st.frozensets(st.sampled_from("abcdefgh"), max_size=3), max_size=8))

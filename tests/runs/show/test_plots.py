@@ -9,42 +9,48 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from fedpriv.runs.figures import format_bound
 from fedpriv.runs.show._plots import (
     MAX_LINES,
     _draw_lines,
-    accuracy_plot,
+    accuracy_figure,
     compared_lines,
+    describe,
+    epsilon_figure,
     epsilon_lines,
-    epsilon_plot,
-    loss_plot,
+    loss_figure,
     merge_equal,
     spread,
+    to_svg,
+    traffic_figure,
     traffic_lines,
-    traffic_plot,
 )
 
 INDEX = pd.Index([0, 1, 2], name="round")
 CLIENTS = pd.DataFrame({"0": [0.0, 0.5, 0.8], "1": [0.0, 0.6, 0.9]}, index=INDEX)
 MANY = pd.DataFrame({name: [0.0, 0.5, 0.8] for name in ("highest", "90%", "median", "10%")}, index=INDEX)
 
-PLOTS: dict[str, Callable[[], str]] = {
-    "accuracy": lambda: accuracy_plot(
-        pd.DataFrame({"with DP": [0.1, 0.5, 0.9]}, index=INDEX), references={"chance": 0.125}
-    ),
-    "loss": lambda: loss_plot(pd.DataFrame({"with DP": [2.0, math.nan, 0.5]}, index=INDEX)),
-    "clients": lambda: epsilon_plot(CLIENTS, title="ε", name="clients"),
-    "many": lambda: epsilon_plot(MANY, title="ε", name="many"),
-    "nobody": lambda: epsilon_plot(CLIENTS[[]], title="ε", name="nobody"),
-    "bytes": lambda: traffic_plot(pd.DataFrame({"sent": [0, 5, 9]}, index=INDEX), title="Bytes", name="bytes"),
-    "one round": lambda: loss_plot(pd.DataFrame({"with DP": [2.0]}, index=INDEX[:1])),
+
+def epsilon_plot(frame: pd.DataFrame) -> str:
+    return to_svg(epsilon_figure(frame), name="epsilon", description=describe(frame, "ε", format_bound))
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "accuracy": lambda: accuracy_figure(pd.DataFrame({"with DP": [0.1, 0.5, 0.9]}, index=INDEX), {"chance": 0.125}),
+    "loss": lambda: loss_figure(pd.DataFrame({"with DP": [2.0, math.nan, 0.5]}, index=INDEX)),
+    "clients": lambda: epsilon_figure(CLIENTS),
+    "many": lambda: epsilon_figure(MANY),
+    "nobody": lambda: epsilon_figure(CLIENTS[[]]),
+    "bytes": lambda: traffic_figure(pd.DataFrame({"sent": [0, 5, 9]}, index=INDEX)),
+    "one round": lambda: loss_figure(pd.DataFrame({"with DP": [2.0]}, index=INDEX[:1])),
 }
 
 ROUNDS = pd.DataFrame({"round": [0, 1, 2, 3]})
 
 
-@pytest.mark.parametrize("plot", PLOTS.values(), ids=list(PLOTS))
-def test_a_plot_is_one_svg_element_in_the_page_s_colours(plot: Callable[[], str]) -> None:
-    svg = plot()
+@pytest.mark.parametrize("figure", FIGURES.values(), ids=list(FIGURES))
+def test_a_plot_is_one_svg_element_in_the_page_s_colours(figure: Callable[[], Figure]) -> None:
+    svg = to_svg(figure(), name="plot", description="a plot")
     root = ElementTree.fromstring(svg)
     assert root.tag.endswith("svg")
     assert root.get("role") == "img"
@@ -55,9 +61,10 @@ def test_a_plot_is_one_svg_element_in_the_page_s_colours(plot: Callable[[], str]
     assert "<style" not in svg
 
 
-@pytest.mark.parametrize("plot", PLOTS.values(), ids=list(PLOTS))
-def test_the_same_table_gives_the_same_bytes(plot: Callable[[], str]) -> None:
-    assert plot() == plot()
+@pytest.mark.parametrize("figure", FIGURES.values(), ids=list(FIGURES))
+def test_the_same_table_gives_the_same_bytes(figure: Callable[[], Figure]) -> None:
+    first, second = (to_svg(figure(), name="plot", description="a plot") for _ in range(2))
+    assert first == second
 
 
 def test_a_curve_that_is_tested_in_some_rounds_alone_is_one_line_through_these() -> None:
@@ -70,24 +77,24 @@ def test_a_curve_that_is_tested_in_some_rounds_alone_is_one_line_through_these()
 
 
 def test_line_ends_are_labelled() -> None:
-    svg = PLOTS["clients"]()
+    svg = epsilon_plot(CLIENTS)
     assert ">client 0<" in svg
     assert ">client 1<" in svg
 
 
 def test_clients_who_spent_the_same_share_a_label() -> None:
     equal = pd.DataFrame(dict.fromkeys("012", CLIENTS["0"]))
-    assert ">all 3<" in epsilon_plot(equal, title="ε", name="equal")
+    assert ">all 3<" in epsilon_plot(equal)
 
 
 def test_an_infinite_client_is_named_with_the_sign() -> None:
-    svg = epsilon_plot(CLIENTS.assign(**{"1": [0.0, math.inf, math.inf]}), title="ε", name="one")
+    svg = epsilon_plot(CLIENTS.assign(**{"1": [0.0, math.inf, math.inf]}))
     assert ">client 1 ∞<" in svg
     assert "1 ∞" in str(ElementTree.fromstring(svg).get("aria-label"))
 
 
 def test_infinity_everywhere_is_said_instead_of_drawn() -> None:
-    svg = epsilon_plot(CLIENTS.where(CLIENTS == 0, math.inf), title="ε", name="none")
+    svg = epsilon_plot(CLIENTS.where(CLIENTS == 0, math.inf))
     assert "ε = ∞" in svg
 
 

@@ -14,7 +14,7 @@ from fedpriv.config import parse
 from fedpriv.runs import files
 from fedpriv.runs.show import _tracking
 from fedpriv.runs.show._tracker import Place
-from fedpriv.runs.show._trackers import tracker_of
+from fedpriv.runs.show._trackers import TRACKERS
 from fedpriv.runs.show._tracking import RunTeller
 from simulations.engines import federation
 from simulations.sites import free_port
@@ -97,7 +97,7 @@ def test_a_server_cannot_have_files_written_where_it_likes(tmp_path, monkeypatch
     writer.finish(summary())
     with serving(Hostile) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        tell = RunTeller(tracker_of("mlflow"), "mlflow", Place(name="run", folder=Path(writer.path)))
+        tell = RunTeller(TRACKERS["mlflow"], "mlflow", Place(name="run", folder=Path(writer.path)))
         with pytest.raises(ValueError, match="would be on this machine; start it with --serve-artifacts"):
             tell("finished")
     assert (victim / "config.toml").read_text() == "mine"

@@ -23,7 +23,7 @@ from rich.console import Console
 from fedpriv.config import parse
 from fedpriv.runs import files
 from fedpriv.runs.show._tracker import CLIENT_METRICS, COMPARISON_METRICS, ROUND_METRICS, Place
-from fedpriv.runs.show._trackers import tracker_of
+from fedpriv.runs.show._trackers import TRACKERS
 from fedpriv.runs.show._tracking import RunTeller, read_position
 from simulations.engines import federation
 from simulations.sites import free_port
@@ -196,7 +196,7 @@ def test_mlflow_goes_on_with_the_run_that_it_knows_and_makes_one_where_it_does_n
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/{store}.db")
         (tmp_path / "run" / files.CHECKPOINTS / files.checkpoint_name(rounds)).mkdir(exist_ok=True)
         place = Place(name="run", folder=tmp_path / "run")
-        RunTeller(tracker_of("mlflow"), "mlflow", place)("failed")
+        RunTeller(TRACKERS["mlflow"], "mlflow", place)("failed")
         with sqlite3.connect(tmp_path / f"{store}.db") as db:
             return db.execute("select run_uuid, max(step) from metrics join runs using (run_uuid)").fetchall()
 
