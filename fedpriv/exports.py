@@ -88,11 +88,7 @@ class Registry(MutableMapping[str, Entry], Generic[Entry]):
         return len(self._entries)
 
     def named(self, name: str) -> Entry:
-        """The entry with this name.
-
-        Raises:
-            InputError: the name is unknown; the message lists the known ones.
-        """
+        """The entry with this name; an InputError lists the known ones if it is unknown."""
         if name not in self._entries:
             raise InputError(f"{self._key} = {name[:60]!r}: must be one of {', '.join(self)}")
         return self[name]

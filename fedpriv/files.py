@@ -197,11 +197,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """Refuse to write so much to the disk of a folder if less than `FLOOR_BYTES` would be left.
-
-    Raises:
-        OSError: ENOSPC.
-    """
+    """Refuse, with ENOSPC, to write so much to a folder's disk if less than `FLOOR_BYTES` would be left."""
     if free_bytes(folder) < num_bytes + FLOOR_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
@@ -321,11 +317,7 @@ def trace_without_message(error: BaseException) -> str:
 
 
 def user_named(name: str) -> User:
-    """The user with this name or number.
-
-    Raises:
-        InputError: there is no such name, or no such number can be.
-    """
+    """The user with this name or number; InputError if there is no such name, or no such number can be."""
     if _NUMBER.fullmatch(name):
         if int(name) > _MAX_UID:
             raise InputError(f"client_user = {name!r}: must be a number of at most {_MAX_UID}, or a user's name")

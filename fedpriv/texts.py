@@ -59,11 +59,7 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as 80GB or 24GiB.
-
-    Raises:
-        InputError: the text is not a size.
-    """
+    """Bytes of a size such as 80GB or 24GiB; InputError if the text is none."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise InputError(f"memory = {text!r}: must be a size such as 80GB or 24GiB")

@@ -172,11 +172,7 @@ class FederationSection(ConfigSection, title="Federation"):
 
     @property
     def rule(self) -> RuleFacts:
-        """The facts of the aggregation rule.
-
-        Raises:
-            InputError: its name is unknown.
-        """
+        """The facts of the aggregation rule; InputError if its name is unknown."""
         return RULE_FACTS.named(self.aggregation)
 
     def _check_purpose(self) -> None:
@@ -233,11 +229,7 @@ class Phase:
 
     @property
     def known_noise(self) -> float:
-        """z.
-
-        Raises:
-            ValueError: it is still to be derived.
-        """
+        """z; ValueError as long as it is still to be derived."""
         if self.noise_multiplier is None:
             raise ValueError(f"{self.name}_noise_multiplier: has not been derived yet")
         return self.noise_multiplier

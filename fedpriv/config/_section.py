@@ -97,11 +97,7 @@ class ConfigSection:
 
     @classmethod
     def meanings(cls) -> Mapping[str, str]:
-        """{key: its meaning} of the section's own keys.
-
-        Raises:
-            ValueError: a key has no meaning.
-        """
+        """{key: its meaning} of the section's own keys; ValueError if one has none."""
         declared = TypeAdapter(cls).json_schema()["properties"]
         if missing := [key for key, about in declared.items() if "description" not in about]:
             raise ValueError(f"{cls.__name__}.{missing[0]}: no meaning stands below it")

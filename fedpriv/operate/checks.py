@@ -265,11 +265,7 @@ def free_port(ports: range) -> int:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address; `::` stands for every address, IPv4 as well.
-
-    Raises:
-        OSError: it cannot.
-    """
+    """A socket that listens at an address, `::` standing for every one, IPv4 as well; OSError if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
 

@@ -81,11 +81,7 @@ def read_settings(settings_type: type[Settings], path: Path, **extra: Any) -> Se
 
 
 def check_version(path: Path, values: Mapping[str, Any]) -> None:
-    """Refuse a file of another version than 1, which is that of a file that names none.
-
-    Raises:
-        InputError: names both.
-    """
+    """Refuse, with an InputError, a file of another version than 1, which one that names none has."""
     if (version := values.get("version", 1)) != 1:
         raise InputError(
             f"{path}: is version {version!r}; this is fedpriv {VERSION}, which reads 1: use the fedpriv "
@@ -249,11 +245,7 @@ class Unit:
     after: Sequence[str] = ()
 
     def text(self) -> str:
-        """The unit's file.
-
-        Raises:
-            InputError: a path or a value holds a line break or another control character.
-        """
+        """The unit's file; InputError if a path or a value holds a line break or another control character."""
         after = " ".join(["network-online.target" if self.networked else "local-fs.target", *self.after])
         lines = [
             *("[Unit]", f"Description={_escaped(self.description)}", f"After={after}"),

@@ -95,11 +95,7 @@ class Invitation:
 
     @property
     def plan(self) -> config.RunConfig | None:
-        """The planned run; None if there is none.
-
-        Raises:
-            InputError: a key or value is wrong.
-        """
+        """The planned run, None if there is none; InputError if a key or value is wrong."""
         return config.parse(self.run) if self.run else None
 
 
@@ -141,11 +137,7 @@ class Application:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Member:
-    """A node in a roster.
-
-    Attributes:
-        partition_id: which client of a run it is.
-    """
+    """A node in a roster; `partition_id` is which client of a run it is."""
 
     partition_id: _Client
     name: _Name
@@ -165,11 +157,7 @@ class Roster:
     members: Annotated[tuple[Member, ...], Field(min_length=1)]
 
     def check(self, path: Path) -> None:
-        """Refuse a roster in which two nodes share an id or a key.
-
-        Raises:
-            InputError: names what stands there twice.
-        """
+        """Refuse a roster in which two nodes share an id or a key, with an InputError that names it."""
         for name in ("partition_id", "vault_key"):
             value, number = Counter(getattr(each, name) for each in self.members).most_common(1)[0]
             if number > 1:
@@ -180,11 +168,7 @@ Handed = TypeVar("Handed", Invitation, Application, Roster)
 
 
 def read(form: type[Handed], path: Path) -> Handed:
-    """The content of a file that was handed over.
-
-    Raises:
-        InputError: the file is missing, or is none of this form.
-    """
+    """The content of a file that was handed over; InputError if it is missing, or is none of this form."""
     try:
         values = config.read(path)
     except RecursionError:
@@ -196,11 +180,7 @@ def read(form: type[Handed], path: Path) -> Handed:
 
 
 def text(handed: Handed, header: str) -> str:
-    """The file's text.
-
-    Args:
-        header: what a person who opens the file should know; one line.
-    """
+    """The file's text, after one line, `header`, that a person who opens it should know."""
     return f"# {header}\n{tomli_w.dumps(asdict(handed), multiline_strings=True)}"
 
 

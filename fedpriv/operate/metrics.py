@@ -101,11 +101,7 @@ class _MetricsFile(Collector):
         self._figures: dict[str, tuple[Metric, ...]] = {source.name: () for source in sources}
 
     def put(self, name: str, figures: Iterable[Metric]) -> None:
-        """Replace the figures of a source.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Replace the figures of a source; OSError if the file cannot be written."""
         with self._lock:
             self._figures[name] = tuple(figures)
             replace_file(self.path, generate_latest(self))

@@ -55,11 +55,7 @@ class ClientTotals:
 
 
 class RunWriter:
-    """Writes a run's files; tables grow by a row at a time, so that a stopped run keeps what it did.
-
-    Args:
-        path: the folder; use `created` or `reopened`, which make it ready.
-    """
+    """Writes the folder that `created` or `reopened` made ready, row by row, so that a stopped run keeps what it did."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -44,11 +44,7 @@ def leading_block(adapter: Mapping[str, Tensor], rank: int) -> Adapter:
 
 
 def difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Adapter:
-    """left - right, tensor by tensor.
-
-    Raises:
-        ValueError: the names differ.
-    """
+    """left - right, tensor by tensor; ValueError if the names differ."""
     if left.keys() != right.keys():
         raise ValueError(f"adapters differ in {', '.join(sorted(left.keys() ^ right.keys()))}")
     return {name: left[name] - right[name] for name in left}

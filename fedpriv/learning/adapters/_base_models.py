@@ -111,11 +111,7 @@ def resolve(name: str) -> str:
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a model comes from; None for a model of another kind.
-
-    Raises:
-        InputError: there is no such file.
-    """
+    """The GGUF file that a model comes from, None for a model of another kind; InputError if it is missing."""
     found = locations.locate(name)
     return found if found is not None and found.is_file() else None
 

@@ -311,11 +311,7 @@ def read(model: PeftModel) -> Adapter:
 
 
 def write(model: PeftModel, adapter: Mapping[str, Tensor]) -> None:
-    """Set the adapter's tensors.
-
-    Raises:
-        ValueError: names or shapes differ from the model's.
-    """
+    """Set the adapter's tensors; ValueError if names or shapes differ from the model's."""
     write_parameters(trainable(model), adapter)
 
 

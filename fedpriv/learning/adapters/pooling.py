@@ -71,11 +71,7 @@ def normalizes(convention: str) -> bool:
 
 
 def unit_states(states: Tensor) -> Tensor:
-    """The vectors at length `STATE_SCALE`, float32; a vector of zeros stays one.
-
-    Args:
-        states: [..., hidden].
-    """
+    """The vectors, [..., hidden], at length `STATE_SCALE`, float32; a vector of zeros stays one."""
     return F.normalize(states.float(), dim=-1) * STATE_SCALE
 
 

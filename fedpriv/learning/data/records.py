@@ -98,11 +98,7 @@ class Records:
         return [(self, index) for index in (range(len(self)) if indices is None else indices)]
 
     def num_cut(self, end: int | None) -> int:
-        """The number of usable records without an end: their text, or response, was longer than there was room for.
-
-        Args:
-            end: id of the token that ends a record of a causal model; None if there is no such token.
-        """
+        """The number of usable records that lack the token `end` of a causal model: there was no room for it."""
         if end is None:
             return 0
         pairs = zip(self.features["input_ids"], self.items(), strict=True)
@@ -378,11 +374,7 @@ class TextReading:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, where: str) -> TextReading:
-        """The reading whose fields `to_json` gave.
-
-        Raises:
-            InputError: a value is missing, unknown, or of another type.
-        """
+        """The reading whose fields `to_json` gave; InputError if one is missing, unknown, or of another type."""
         kinds = {"int": int, "bool": bool, "str": str}
         wrong = sorted({field.name for field in fields(cls)} ^ values.keys())
         wrong += [f.name for f in fields(cls) if f.name in values and type(values[f.name]) is not kinds[str(f.type)]]

@@ -20,11 +20,7 @@ Batch = Any
 
 @dataclass(frozen=True, eq=False)
 class TensorRecords:
-    """The records of one holder.
-
-    Attributes:
-        batch: all of them.
-    """
+    """The records of one holder, all in one `batch`."""
 
     batch: Batch = field(repr=False)
 

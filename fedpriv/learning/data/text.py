@@ -292,11 +292,7 @@ def _content(value: object) -> str:
 
 
 def by_person(names: Sequence[str]) -> dict[str, list[int]]:
-    """{person: the places of the person's records, ascending}, in the order of the persons' first records.
-
-    Args:
-        names: [records] of the person that each is about.
-    """
+    """{person: the places of its records, ascending}, persons in the order of their first ones, by [records] names."""
     places: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         places.setdefault(name, []).append(place)

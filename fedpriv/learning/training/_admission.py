@@ -87,11 +87,7 @@ def admit(model: TrainingModel) -> None:
 
 
 def check_weights(base: BaseModel) -> None:
-    """Refuse a base with a weight that is no number, to which every loss may lead.
-
-    Raises:
-        InputError: names the tensor.
-    """
+    """Refuse, by its tensor, a base with a weight that is no number, to which every loss may lead."""
     for name, weight in base.model.named_parameters():
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             raise InputError(

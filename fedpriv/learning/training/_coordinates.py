@@ -42,11 +42,7 @@ class Coordinates:
 
     @staticmethod
     def of(spec: UpdateSpec, shapes: Mapping[str, torch.Size], device: torch.device | str = "cpu") -> Coordinates:
-        """The coordinates for updates of adapters with these shapes.
-
-        Args:
-            shapes: {tensor name: its shape} of all tensors of the adapter.
-        """
+        """The coordinates for updates of adapters of which `shapes` has {tensor name: its shape}, of all tensors."""
         names = trained_names(shapes, spec.trains)
         layout = VectorLayout.of({name: shapes[name] for name in names}, clipping_parts(spec.clipping, names))
         ordered = {name: shapes[name] for name in layout.columns}
@@ -157,11 +153,7 @@ class VectorLayout:
         return {name: rows[:, self.columns[name]].view(len(rows), *shape) for name, shape in self.shapes.items()}
 
     def flatten_one(self, adapter: Adapter) -> Tensor:
-        """The vector [size] of one adapter.
-
-        Raises:
-            ValueError: its tensors differ from the layout in name or shape.
-        """
+        """The vector [size] of one adapter; ValueError if its tensors differ from the layout in name or shape."""
         if adapter.keys() != self.shapes.keys():
             unmatched = sorted(adapter.keys() ^ self.shapes.keys())
             raise ValueError(f"adapter: tensors {', '.join(unmatched)} are on one side only")

@@ -73,11 +73,7 @@ TESTING = "testing"
 
 @contextmanager
 def raising_failures(*, also_of_numbers: bool = False) -> Iterator[None]:
-    """Within this context `isolated` raises: on synthetic records, no failure is a record's.
-
-    Args:
-        also_of_numbers: whether `finite` raises too, for which a device is waited for.
-    """
+    """Within this context `isolated` raises, and `finite` if asked: on synthetic records, no failure is a record's."""
     tokens = _failures_are_raised.set(True), _must_be_finite.set(also_of_numbers)
     try:
         yield

@@ -163,11 +163,7 @@ class TrainingModel:
                 raise ValueError(f"adapter: {name} has shape {tuple(shapes[name])}, the model's is {tuple(expected)}")
 
     def shapes(self, rank: int | None) -> dict[str, torch.Size]:
-        """The shapes of an adapter's tensors.
-
-        Args:
-            rank: of its LoRA layers; None stands for the model's own.
-        """
+        """The shapes of an adapter's tensors, of this LoRA rank; None stands for the model's own."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         if rank is not None:
             shapes |= {n: torch.Size((rank, shape[1])) for n, shape in shapes.items() if n.endswith(A_SUFFIX)}

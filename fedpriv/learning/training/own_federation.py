@@ -166,11 +166,7 @@ class OwnTrainingModel:
         self._own.check_unchanged()
 
     def check_merged(self, merged: Merged) -> None:
-        """Refuse additions to frozen weights.
-
-        Raises:
-            ValueError: there are some.
-        """
+        """Refuse additions to frozen weights, with a ValueError."""
         if merged:
             raise ValueError("merged: nothing is added to the frozen weights of a model of your own")
 
@@ -184,11 +180,7 @@ class OwnTrainingModel:
             yield list(range(begin, min(begin + self._own.rows, len(items))))
 
     def objectives(self, items: Sequence[TensorItem], objective: str, *, cached: bool) -> Tensor:
-        """[records] The losses of the records.
-
-        Raises:
-            ValueError: the objective is another one.
-        """
+        """[records] The losses of the records; ValueError if the objective is another one."""
         if objective != "loss":
             raise ValueError(f"objective = {objective!r}: a model of your own has losses alone")
         return self._own.losses_of(self._batch(items))
@@ -199,11 +191,7 @@ class OwnTrainingModel:
 
     @torch.no_grad()
     def evaluate(self, records: TensorRecords) -> Evaluation:
-        """How right the model is on public records, and how large its losses are.
-
-        Raises:
-            ValueError: there are no records.
-        """
+        """How right the model is on public records, of which there must be some, and how large its losses are."""
         items = records.items()
         if not items:
             raise ValueError("evaluation needs at least one record")

@@ -133,11 +133,7 @@ class OwnModel:
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Refuse a module that has changed since it was tried.
-
-        Raises:
-            InputError: it has.
-        """
+        """Refuse, with an InputError, a module that has changed since it was tried."""
         if self._state() != self._tried:
             raise InputError(
                 "module: layers, modes or trained parameters are others than when it was tried; build a new OwnModel"
@@ -176,11 +172,7 @@ class OwnModel:
         return torch.cat([losses.unsqueeze(1).to(rows.dtype), rows], dim=1)
 
     def losses_of(self, batch: Batch) -> Tensor:
-        """[records] The losses of a batch.
-
-        Raises:
-            InputError: they have another shape.
-        """
+        """[records] The losses of a batch; InputError if they have another shape."""
         losses, num = self._losses(batch), num_records(batch)
         if losses.shape != (num,):
             raise InputError(

@@ -236,11 +236,7 @@ class Workbench:
 
     @cached_property
     def test(self) -> Records:
-        """The server's test set, tokenised.
-
-        Raises:
-            InputError: nothing can be predicted in any of its records.
-        """
+        """The server's test set, tokenised; InputError if nothing can be predicted in any of its records."""
         data, answers = self.data.test, self.config.answers
         if answers and len(data):
             known = [(answers.index(own) if own in answers else -1, answers) for own in data.pairs or ()]

@@ -96,11 +96,7 @@ def to_vector(network: nn.Module) -> Tensor:
 
 
 def from_vectors(network: nn.Module, vectors: Tensor) -> dict[str, Tensor]:
-    """{name: [..., *shape]}, views into the weight vectors of one or many networks.
-
-    Args:
-        vectors: [..., values], in the order of `to_vector`.
-    """
+    """{name: [..., *shape]}, views into [..., values]: weights of one or many networks in the order of `to_vector`."""
     named = dict(network.named_parameters())
     pieces = torch.split(vectors, [value.numel() for value in named.values()], dim=-1)
     return {

@@ -139,11 +139,7 @@ def _membership_scores(
 def _infer_members(
     scores: npt.NDArray[np.float64], unknown: Indices, num_members: int, generator: np.random.Generator
 ) -> Indices:
-    """The candidates classified as members: those with the highest scores, with ties broken at random.
-
-    Args:
-        unknown: the candidates to choose from, without the background.
-    """
+    """The candidates, without the background, classified as members: the highest scores, ties broken at random."""
     order = np.lexsort((generator.random(len(unknown)), -scores[unknown]))
     return np.sort(unknown[order[:num_members]])
 

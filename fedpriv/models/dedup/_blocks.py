@@ -235,11 +235,7 @@ def _substitutes(work: Work, assignment: Assignment, blocks: NDArray[Any]) -> ND
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """The bases of every variant, and the costs.
-
-    Attributes:
-        attempts: {variant: what validating it once is charged}.
-    """
+    """The bases of every variant, and the costs: `attempts` has {variant: what validating it once is charged}."""
 
     work: Work
     selection: Selection

@@ -188,11 +188,7 @@ def cost_of(consulted: Sequence[Described], charges: Iterable[ValidationCharge] 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationCharge:
-    """One event that private records were charged for one variant.
-
-    Attributes:
-        delta: at which the epsilon of this data set is stated.
-    """
+    """One event that private records were charged for one variant, and the delta of their data set's epsilon."""
 
     name: str
     data_set: str

@@ -92,11 +92,7 @@ class SavedVariant:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedVariant:
-    """A variant's model in float32, in eval mode.
-
-    Attributes:
-        peft_model: the base with the adapter, pooled as in training.
-    """
+    """A variant's model in float32, in eval mode: the base with the adapter, pooled as in training."""
 
     saved: SavedVariant
     peft_model: Any

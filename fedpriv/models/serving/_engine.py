@@ -152,20 +152,12 @@ class SharedBase:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Weights], **inputs: Any) -> Any:
-        """The base's output for a batch whose rows each have a variant.
-
-        Args:
-            inputs: as the transformers model takes them, tensors [batch, ...].
-        """
+        """The base's output for a batch of transformers' inputs, [batch, ...], whose rows each have a variant."""
         with self._using(rows):
             return self._base(**inputs)
 
     def classify(self, rows: Sequence[Weights], texts: Sequence[Tokens]) -> Tensor:
-        """The logits of texts, float32 [rows, labels], each by its own variant.
-
-        Args:
-            texts: at least one token each; padded to the longest.
-        """
+        """The logits of texts of one token or more, padded to the longest, float32 [rows, labels], each by its variant."""
         logits: Tensor = self.run(rows, **self._padded_texts(texts)).logits.float().cpu()
         return logits
 

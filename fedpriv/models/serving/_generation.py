@@ -55,11 +55,7 @@ class _Answer:
 
 
 class Generation:
-    """Works on `Generate`, in one thread.
-
-    Args:
-        ends: tokens after which an answer is complete.
-    """
+    """Works on `Generate`, in one thread; `ends` are the tokens after which an answer is complete."""
 
     def __init__(self, counter: PassCounter, tokenizer: Any, ends: frozenset[int]) -> None:
         self._counter, self._tokenizer, self._ends = counter, tokenizer, ends

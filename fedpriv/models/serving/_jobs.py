@@ -161,11 +161,7 @@ class Waiting:
 
 
 class PassCounter:
-    """A desk's variants and passes.
-
-    Attributes:
-        num_passes, num_rows, num_variants: so far, see `fedpriv.models.serving.requests.Statistics`.
-    """
+    """A desk's variants and passes so far; its numbers are those of `fedpriv.models.serving.requests.Statistics`."""
 
     def __init__(self, base: SharedBase, memory: VariantMemory, waiting: Waiting, limits: EngineLimits) -> None:
         self.base, self.memory, self.waiting, self.limits = base, memory, waiting, limits

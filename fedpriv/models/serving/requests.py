@@ -97,11 +97,7 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True)
 class Classified:
-    """The answer to `Classify`, and the last event of it.
-
-    Attributes:
-        probabilities: of every label, for each text.
-    """
+    """The answer to `Classify`, and the last event of it: the probabilities of every label, for each text."""
 
     probabilities: tuple[tuple[float, ...], ...]
     num_tokens: int
@@ -109,11 +105,7 @@ class Classified:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Embedded:
-    """The answer to `Embed`, and the last event of it.
-
-    Attributes:
-        vectors: float32 [texts, hidden], of length 1: as the variant pools the text for its own head.
-    """
+    """The answer to `Embed`, and its last event: float32 [texts, hidden], of length 1, as pooled for the head."""
 
     vectors: NDArray[np.float32]
     num_tokens: int

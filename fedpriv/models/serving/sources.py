@@ -169,11 +169,7 @@ def _shared(variant: SavedVariant) -> dict[str, Any]:
 def _read(
     reader: VariantFolders | Store, name: str, run: RunFolder, like: SavedVariant, most_bytes: int
 ) -> Mapping[str, Tensor]:
-    """The tensors of a variant, checked against their digests; see `_Read`.
-
-    Args:
-        like: a variant whose uses this one must have.
-    """
+    """The tensors of a variant, whose uses are those of `like`, checked against their digests; see `_Read`."""
     _check_room(name, reader.memory_bytes(name), most_bytes)
     own, expected = _shared(saved.of(reader, name, run, model=like.model)), _shared(like)
     if other := next((key for key in own if own[key] != expected[key]), None):

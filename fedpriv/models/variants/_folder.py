@@ -28,11 +28,7 @@ _BLOCKS = re.compile(r"blocks\.([0-9]+)\.npy")
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of rows.
-
-    Attributes:
-        row_shape: shape of one row; () where a row is one value.
-    """
+    """A file of rows, each of `row_shape`, which is () where a row is one value."""
 
     path: Path
     dtype: np.dtype[Any]

@@ -126,11 +126,7 @@ class StoredVariants:
         )
 
     def size_table(self, base_bytes: int | None) -> TextTable:
-        """The bytes of all variants: as whole models, as adapters next to their base, and as they are stored.
-
-        Args:
-            base_bytes: size of the frozen model that they are adapters of; None if the run did not record it.
-        """
+        """The bytes of all variants: as whole models, as adapters next to their base, if known, and as stored."""
         num_variants, logical, shared = len(self.outcomes), self.bytes_logical, self.bytes_stored
         ways: dict[str, int | None] = {
             "a whole model for each": None if base_bytes is None else num_variants * base_bytes + logical,

@@ -125,11 +125,7 @@ class LmoParameters:
 
     @classmethod
     def from_dict(cls, values: object) -> Self:
-        """The parameters that `to_dict` wrote.
-
-        Raises:
-            InputError: one line that says what is wrong.
-        """
+        """The parameters that `to_dict` wrote; InputError, in one line, if it did not."""
         if not isinstance(values, Mapping):
             raise InputError('parameters: must be a JSON object, such as {"combination": "mixture", "uniform": {...}}')
         known = ("combination", *_PARTS)
@@ -142,11 +138,7 @@ class LmoParameters:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The parameters in a JSON text.
-
-        Raises:
-            InputError: the text is not JSON, or does not hold parameters.
-        """
+        """The parameters in a JSON text; InputError if it is not JSON, or does not hold parameters."""
         return cls.from_dict(read_json(text))
 
 
@@ -157,11 +149,7 @@ def check_one_of(name: str, value: object, choices: Any) -> None:
 
 
 def read_json(text: str) -> Any:
-    """The value in a JSON text.
-
-    Raises:
-        InputError: the text is no JSON.
-    """
+    """The value in a JSON text; InputError if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -315,11 +315,7 @@ def divergences(candidate: Columns, order: float, *, dimension: float, sensitivi
 
 
 def checked_orders(orders: npt.ArrayLike) -> Array:
-    """The orders as an array.
-
-    Raises:
-        InputError: an order is not finite and > 1.
-    """
+    """The orders as an array; InputError if one is not finite and > 1."""
     array = np.atleast_1d(np.asarray(orders, dtype=float))
     if bad := [float(order) for order in array if not 1 < order < math.inf]:
         raise InputError(f"order = {bad[0]}: must be finite and > 1")

@@ -102,11 +102,7 @@ class Release:
 
 
 def rho_bar(weights: Iterable[float]) -> float:
-    """sqrt(sum rho_k^2) for aggregation weights rho_k that sum to 1.
-
-    Raises:
-        ValueError: the weights do not sum to 1.
-    """
+    """sqrt(sum rho_k^2) for aggregation weights rho_k; ValueError unless they sum to 1."""
     weights = tuple(weights)
     if not math.isclose(math.fsum(weights), 1.0, rel_tol=1e-9):
         raise ValueError(f"weights sum to {math.fsum(weights)}: aggregation weights must sum to 1")

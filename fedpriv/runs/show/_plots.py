@@ -70,11 +70,7 @@ def standard_errors(accuracies: pd.Series, summary: Mapping[str, Any]) -> pd.Ser
 
 
 def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float], errors: pd.Series | None = None) -> Figure:
-    """Test accuracy over rounds, each run a line, the first with error bars if given, and what it has to beat, dotted.
-
-    Args:
-        references: {name: accuracy} of what it has to beat.
-    """
+    """Test accuracy over rounds, a line for each run, the first with any errors, and {name: accuracy} to beat, dotted."""
     figure, axes = _axes([*_labels_of(frame), *references], _percent_tick)
     labels = _draw_lines(axes, frame)
     if errors is not None:
@@ -178,11 +174,7 @@ def epsilon_figure(frame: pd.DataFrame, limits: Mapping[str, float] | None = Non
 
 
 def label_figure(frame: pd.DataFrame) -> Figure:
-    """The shares of labels, a bar for each client.
-
-    Args:
-        frame: the numbers of records, a row for each client, a column for each label.
-    """
+    """The shares of labels, a bar for each client: a row of numbers of records, with a column for each label."""
     labels = list(map(str, frame.columns))
     figure, axes = _axes(labels, _percent_tick)
     shares, left = frame.div(frame.sum(axis=1).clip(lower=1), axis=0), np.zeros(len(frame))

@@ -128,11 +128,7 @@ def kept_page(folder: Path, round_seconds: float) -> Iterator[Callable[[], None]
 
 
 class RunPage:
-    """Renders the page of a run that goes on; between two drawings its plots stay as they were.
-
-    Attributes:
-        reason: of the end of a run that did not finish, in one line; empty before.
-    """
+    """Renders the page of a run that goes on, or the `reason` of its end; plots stay as they were until drawn again."""
 
     def __init__(self) -> None:
         self._drawing, self._panels = Share(_FIRST_PLOTS_SECONDS), list[Panel]()

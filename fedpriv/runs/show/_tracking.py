@@ -201,11 +201,7 @@ def read_position(folder: Path, tracker: str) -> Position:
 
 
 class RunTeller:
-    """Tells a tracker what is new in a run's folder.
-
-    Args:
-        once: whether a run that the tracker knows to be finished is left alone; a run that is resumed is not.
-    """
+    """Tells a tracker what is new in a run's folder; `once` leaves alone a run that it knows to be finished."""
 
     def __init__(self, tracker: Tracker, name: str, place: Place, *, once: bool = False) -> None:
         self._tracker, self._place, self._folder = tracker, place, place.folder

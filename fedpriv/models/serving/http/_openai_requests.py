@@ -112,11 +112,7 @@ class ModelRequest(_Strict):
 
 
 class StreamOptions(_Strict):
-    """The form of a streamed answer.
-
-    Attributes:
-        include_usage: whether the last event tells the number of tokens.
-    """
+    """The form of a streamed answer: whether its last event tells the number of tokens."""
 
     include_usage: bool = False
 
