@@ -55,7 +55,7 @@ class ClientTotals:
 
 
 class RunWriter:
-    """Writes the folder that `created` or `reopened` made ready, row by row, so that a stopped run keeps what it did."""
+    """Writes the folder that `created` or `reopened` made ready, row by row, so that a stopped run keeps its past."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

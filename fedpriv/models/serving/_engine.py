@@ -157,7 +157,7 @@ class SharedBase:
             return self._base(**inputs)
 
     def classify(self, rows: Sequence[Weights], texts: Sequence[Tokens]) -> Tensor:
-        """The logits of texts of one token or more, padded to the longest, float32 [rows, labels], each by its variant."""
+        """The logits of texts, each with a token or more and padded, float32 [rows, labels], each by its variant."""
         logits: Tensor = self.run(rows, **self._padded_texts(texts)).logits.float().cpu()
         return logits
 

@@ -70,7 +70,7 @@ def standard_errors(accuracies: pd.Series, summary: Mapping[str, Any]) -> pd.Ser
 
 
 def accuracy_figure(frame: pd.DataFrame, references: Mapping[str, float], errors: pd.Series | None = None) -> Figure:
-    """Test accuracy over rounds, a line for each run, the first with any errors, and {name: accuracy} to beat, dotted."""
+    """Test accuracy over rounds, a line for each run, the first with any errors, and those to beat, dotted, by name."""
     figure, axes = _axes([*_labels_of(frame), *references], _percent_tick)
     labels = _draw_lines(axes, frame)
     if errors is not None:
