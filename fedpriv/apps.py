@@ -55,11 +55,7 @@ def program(module: str) -> ModuleType:
 
 @contextmanager
 def naming_extras() -> Iterator[None]:
-    """Turn the error of a package that is not installed into one that names the extra which brings it.
-
-    Raises:
-        InputError: an optional package is missing.
-    """
+    """Turn the error of an optional package that is missing into an InputError that names the extra which brings it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -220,11 +220,7 @@ def is_free(folder: Path) -> bool:
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to fill; it becomes `path` on success and is deleted on failure. Only its owner can access it.
 
-    Args:
-        path: does not exist or is an empty folder.
-
-    Raises:
-        InputError: path is a file, a link, or a folder that is not empty.
+    InputError if the path is a file, a link, or a folder that is not empty.
     """
     if path.is_symlink() or not is_free(path):
         raise InputError(f"folder = {path}: exists and is not an empty folder; give another path")

@@ -118,14 +118,14 @@ def risk_in_words(values: Mapping[str, Any], delta: float) -> list[str]:
         delta: beside it.
     """
     found, basis = values["tpr_at_fpr"]["0.01"], _basis(values)
-    outside, members = _FOUND[values["unit"]]
+    (outside, members), short = _FOUND[values["unit"]], f"{delta:g}".replace("e-0", "e-")
     if found >= 1:
         may_be = f"without one wrong accusation, it may be all of the {members}"
         return [f"Nothing bounds what an attacker finds{basis}: {may_be}."]
     return [
         f"An attacker who wrongly accuses 1 % of {outside} identifies at most {percent_up(found)} of the "
         f"{members}{basis}.",
-        f"Delta, {_short(delta)}, is the small probability that epsilon leaves out; the share identified includes it.",
+        f"Delta, {short}, is the small probability that epsilon leaves out; the share identified includes it.",
     ]
 
 
@@ -133,10 +133,6 @@ def _basis(values: Mapping[str, Any]) -> str:
     """The view of a risk and the rule that bounds it, which one figure has in common with no other; empty if untold."""
     view, rule = values.get("view", values.get("privacy_view")), values.get("enforced_by")
     return f", on the {view} view, {f'under {rule}' if rule else 'for releases fixed in advance'}" if view else ""
-
-
-def _short(delta: float) -> str:
-    return f"{delta:g}".replace("e-0", "e-")
 
 
 def risk_in_short(values: Mapping[str, Any]) -> str:

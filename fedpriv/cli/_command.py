@@ -110,13 +110,11 @@ def entries(values: Mapping[str, Any]) -> list[str]:
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
     """The columns' names and a line for each row, aligned; a missing value leaves its cell empty."""
-    lines = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    cells = [[row.get(column) for column in columns] for row in rows]
+    texts = [["" if c is None else f"{c:.4g}" if isinstance(c, float) else str(c) for c in row] for row in cells]
+    lines = [columns, *texts]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class OneOf(click.types.StringParamType):
@@ -126,12 +124,7 @@ class OneOf(click.types.StringParamType):
     """
 
     def __init__(self, known: str, *others: str, check: bool = True) -> None:
-        """Take the names that the library knows.
-
-        Args:
-            known: MODULE:ATTRIBUTE with the names.
-            check: False where the library accepts aliases too, or refuses an unknown name in its own words.
-        """
+        """Take the names at MODULE:ATTRIBUTE; unchecked where the library knows aliases, or refuses in its own words."""
         self._known, self._others, self._check = known, others, check
 
     def names(self) -> tuple[str, ...]:
@@ -167,14 +160,7 @@ EncodingOption = Annotated[
 
 
 def result_of(option: str, name: str) -> Any:
-    """Call the user's MODULE:FUNCTION and return its result; the working directory is searched for the module first.
-
-    Args:
-        name: MODULE:FUNCTION; the function takes no arguments.
-
-    Raises:
-        InputError: there is no such function, or it raises one of ImportError, AttributeError and ValueError.
-    """
+    """Call the user's MODULE:FUNCTION, which may be in the working directory; InputError if it cannot be called."""
     module, _, function = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

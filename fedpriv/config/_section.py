@@ -82,12 +82,7 @@ class ConfigSection:
     facts: ClassVar[Fact] = Fact(0)
 
     def __init_subclass__(cls, *, title: str = "", facts: Fact | None = None) -> None:
-        """Declare a section.
-
-        Args:
-            title: of its table in the documentation; sections with the same title share one.
-            facts: that hold of all of its keys.
-        """
+        """Declare a section: the title of its table in the documentation, and facts that hold of all of its keys."""
         cls.title, cls.facts = title, facts or Fact(0)
 
     @classmethod

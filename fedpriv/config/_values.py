@@ -75,12 +75,9 @@ def foreign_to_own_models(values: Mapping[str, Any]) -> list[str]:
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's values with the overrides in their place.
+    """A file's values with the overrides in their place; InputError for both a noise multiplier and a target.
 
     In a run's own config.toml the noise is what its target came to, which is derived again.
-
-    Raises:
-        InputError: together they give both a noise multiplier and a target.
     """
     merged = {**values, **overrides}
     if is_resolved(values) and _targets_of(merged) and "noise_multiplier" not in overrides:
@@ -91,11 +88,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The key-value pairs of a TOML file, not yet checked.
-
-    Raises:
-        InputError: the file is missing, cannot be read, or is not TOML.
-    """
+    """The key-value pairs of a TOML file, not yet checked; InputError if it is missing, unreadable or not TOML."""
     try:
         return tomllib.loads(read_text(path))
     except FileNotFoundError:
@@ -107,11 +100,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value` pairs as given after `-c`; a value that is not TOML is text.
-
-    Raises:
-        InputError: a pair has no `=`.
-    """
+    """The values of `key=value` pairs as given after `-c`; one that is not TOML is text. InputError without `=`."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
@@ -204,11 +193,7 @@ def _point(values: dict[str, Any], varied: dict[str, Any], *, is_chosen: bool) -
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration that the values describe.
-
-    Raises:
-        InputError: one line that names the key, the value and what would be right.
-    """
+    """The configuration that the values describe; an InputError names the key, the value and what would be right."""
     config, problems = checked(values)
     if config is None:
         raise InputError(problems[0])
@@ -273,11 +258,7 @@ def _without_null(config: RunConfig) -> list[tuple[str, Any]]:
 
 
 def with_mechanism_parameters(config: RunConfig) -> RunConfig:
-    """The configuration with the mechanism's parameters in place of their file's name, as one canonical line.
-
-    Raises:
-        InputError: there is no such file, or it holds none that the mechanism takes.
-    """
+    """The configuration with the mechanism's parameters in place of their file's name, or an InputError."""
     text = config.mechanism_parameters
     if config.mechanism_parameters_are_a_file:
         try:

@@ -28,11 +28,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def approved(file: Path) -> frozenset[str]:
-    """The digests in a file, one per line; `#` starts a comment.
-
-    Raises:
-        InputError: the file is missing, or a line is neither a digest nor a comment.
-    """
+    """The digests in a file, one per line, after `#` a comment; InputError if it is missing, or a line is neither."""
     if not file.is_file():
         raise InputError(f"{file}: no such file; make the folder with `init` first")
     lines = [line.partition("#")[0].strip() for line in read_text(file).splitlines()]
@@ -56,11 +52,7 @@ def is_approved(content: bytes, file: Path) -> bool:
 
 
 def approve(file: Path, digest: str) -> bool:
-    """Allow the bundle with this digest to run, and return whether the digest is new.
-
-    Raises:
-        InputError: it is not a SHA-256 in hex, or the file is missing or damaged.
-    """
+    """Allow the bundle with this digest, and return whether it is new; InputError for a bad digest or file."""
     if not _DIGEST.fullmatch(digest):
         raise InputError(f"FAB_HASH = {digest!r}: must be a SHA-256 of 64 lowercase hex digits")
     if digest in approved(file):
@@ -115,20 +107,12 @@ def _within(folder: Path, folders: Set[Path]) -> Iterator[Path]:
 
 
 def bundle_digest(app: Path) -> str:
-    """SHA-256 of the bundle that `flwr run` would send from this folder of a Flower app in its current state.
-
-    Raises:
-        FlowerError: the app cannot be bundled.
-    """
+    """SHA-256 of `bundle_of` a folder of a Flower app."""
     return hashlib.sha256(bundle_of(app)).hexdigest()
 
 
 def bundle_of(app: Path) -> bytes:
-    """The bundle that `flwr run` would send from this folder of a Flower app in its current state.
-
-    Raises:
-        FlowerError: the app cannot be bundled.
-    """
+    """The bundle that `flwr run` would send from this folder of an app as it is now; FlowerError if there is none."""
     with tempfile.TemporaryDirectory(prefix="fedpriv-bundle-") as made:
         folder = Path(made)
         for file in _bundled(app):

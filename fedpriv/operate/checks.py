@@ -63,13 +63,7 @@ _OPERATORS_REQUESTS = {
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a check.
-
-    Attributes:
-        name: what was checked, in one word.
-        ok: whether a federation can run with it.
-        detail: one line; if it is not ok, with what would be right.
-    """
+    """The result of a check: its name, in a word, whether a federation can run with it, and a line on what is right."""
 
     name: str
     ok: bool
@@ -157,11 +151,7 @@ def _by_proxy() -> str:
 
 @contextmanager
 def _client(context: ssl.SSLContext) -> Iterator[httpx.Client]:
-    """The client that Flower's programs use too, so that both take the same way, by the same proxies.
-
-    Raises:
-        OSError: no answer, as the socket or TLS had it.
-    """
+    """The client that Flower's programs use too, so that both take the same way, by the same proxies, or an OSError."""
     import httpx  # Flower brings it
 
     try:
@@ -212,11 +202,7 @@ class ServerSight:
 
 
 def sight_of_server(host: str, port: int, trusted: Path | ssl.SSLContext) -> ServerSight:
-    """The certificate and the clock of a server, whose responses are dated to the second.
-
-    Raises:
-        OSError: it does not answer, or its certificate is not valid.
-    """
+    """The certificate and clock of a server that dates responses to the second; OSError without a valid answer."""
     context = ssl.create_default_context(cafile=str(trusted)) if isinstance(trusted, Path) else trusted
     start = time.time()
     with _client(context) as client, client.stream("HEAD", _url(host, port)) as response:

@@ -90,11 +90,7 @@ def check_version(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def validated(settings_type: type[Settings], values: Mapping[str, Any], *, prefix: str = "", **extra: Any) -> Settings:
-    """The settings with these values; error messages start with the prefix.
-
-    Raises:
-        InputError: a value is missing or wrong; one line that names it.
-    """
+    """The settings with these values; an InputError after the prefix names one that is missing or wrong."""
     try:
         return settings_type(**values, **extra)
     except ValidationError as error:
@@ -200,11 +196,7 @@ def _is_database(path: Path) -> bool:
 
 
 def give_units(units: Sequence[Unit], out: Path | None) -> None:
-    """Print units, or write them and say how they are started.
-
-    Raises:
-        InputError: the folder does not exist, or holds a file of that name; nothing was written.
-    """
+    """Print units, or write them, all or none, and say how they are started; InputError if they cannot be written."""
     if out is None:
         typer.echo("\n".join(f"# {unit.name}.service\n{unit.text()}" for unit in units), nl=False)
         return

@@ -126,11 +126,7 @@ class Application:
         return (_APPLIES + _canonical(replace(self, signature=""))).encode()
 
     def check(self, path: Path) -> None:
-        """Refuse an application that its vault did not make.
-
-        Raises:
-            InputError: the signature is another's, or of other content.
-        """
+        """Refuse an application that its vault did not make: the signature is another's, or of other content."""
         if not keys.verify(self.vault_key, self._content, self.signature):
             raise InputError(f"{path}: was changed since the node made it; ask the institution for it again")
 

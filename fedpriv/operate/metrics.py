@@ -32,14 +32,7 @@ _LONGEST_PAUSE_SECONDS = 60.0
 def gauge(
     name: str, meaning: str, values: float | Mapping[tuple[str, ...], float], labels: Sequence[str] = ()
 ) -> Metric:
-    """A figure that may go up and down.
-
-    Args:
-        name: `fedpriv_...`, with its unit last.
-        meaning: one sentence.
-        values: one, or {values of the labels: one}.
-        labels: their names.
-    """
+    """A figure named `fedpriv_..._UNIT` that may go up and down: one value, or {values of the labels: one}."""
     return _filled(GaugeMetricFamily(name, meaning, labels=labels), values)
 
 
@@ -58,13 +51,7 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: float | Map
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures that are read together.
-
-    Attributes:
-        name: what is read, for the log.
-        read: returns them, or raises.
-        seconds: between two readings, at least.
-    """
+    """Figures that `read` returns together, or raises; so many seconds, at least, between two readings."""
 
     name: str
     read: Callable[[], Iterable[Metric]]
@@ -77,11 +64,7 @@ def path_in(folder: Path) -> Path:
 
 
 def write(folder: Path, sources: Sequence[Measured]) -> Path:
-    """Keep the figures in `path_in(folder)`, from threads of their own, as long as this process lives; return the path.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Keep the figures in `path_in(folder)`, from threads of their own, and return it; InputError if unwritable."""
     file = _MetricsFile(path_in(folder), sources)
     try:
         file.path.parent.mkdir(mode=0o700, exist_ok=True)  # its owner may open it

@@ -197,13 +197,7 @@ def end_with_parent() -> None:
 
 
 class Kept:
-    """A process that is started again whenever it ends, for as long as this one lives.
-
-    Args:
-        name: what the log calls it.
-        command: program and arguments.
-        variables: its environment, besides that of this process.
-    """
+    """A process that is started again whenever it ends, for as long as this one lives."""
 
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
         self._name, self._command, self._variables = name, command, {**os.environ, **(variables or {})}

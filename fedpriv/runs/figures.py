@@ -4,7 +4,7 @@ What bounds a risk is rounded up, and no epsilon is shown without its delta.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, Literal, get_args
@@ -251,7 +251,7 @@ class Figure:
     read: Callable[[RunFolder], Any]
     text: Callable[[Any], str] = str
     _: KW_ONLY
-    on: frozenset[Page] = EVERY_PAGE
+    on: Set[Page] = EVERY_PAGE
     applies: Callable[[RunFolder], bool] = lambda folder: True
     is_alarming: Callable[[RunFolder], bool] = lambda folder: False
     is_wide: bool = False
@@ -286,10 +286,6 @@ def figures(folder: RunFolder, page: Page) -> tuple[ShownFigure, ...]:
     )
 
 
-def _on(*pages: Page) -> frozenset[Page]:
-    return frozenset(pages)
-
-
 def _measured(page: Page, key: str, label: str | Callable[[RunFolder], str], **options: Any) -> Figure:
     """An entry of summary.json in the words of the report or the model card.
 
@@ -300,7 +296,7 @@ def _measured(page: Page, key: str, label: str | Callable[[RunFolder], str], **o
         options = {"applies": lambda f: counts_next_tokens(f.summary) == of_language} | options
     text = _four_digits if page == "card" else format_number if of_language else format_percent
     read = _accuracy_without_noise if key == "accuracy_non_private" else lambda f: f.summary.get(key)
-    return Figure(key, label, read, text, on=_on(page), **options)
+    return Figure(key, label, read, text, on={page}, **options)
 
 
 def _four_digits(value: object) -> str:
@@ -434,29 +430,31 @@ def _audit(folder: RunFolder) -> str | None:
     return _audit_line(audit | {"claimed_epsilon": parse_epsilon(audit["claimed_epsilon"])}) if audit else None
 
 
-def _is_refuted(folder: RunFolder) -> bool:
-    return bool((folder.summary.get("audit") or {}).get("refuted"))
-
-
 FIGURES: tuple[Figure, ...] = (
-    Figure("rounds", "rounds", _rounds, on=_on("terminal")),
-    Figure("checkpoint", "checkpoint", _checkpoint, on=_on("terminal")),
-    Figure("accuracy", "accuracy", _accuracy, on=_on("terminal")),
-    Figure("epsilons", "largest ε", _epsilons, on=_on("terminal")),
-    Figure("delta_max", "", _delta, on=_on("terminal")),
-    Figure("bytes", "sent", _traffic, on=_on("terminal")),
-    Figure("audit", "audit", _audit, on=_on("closing"), is_alarming=_is_refuted),
-    Figure("spent", "spent", _spent, on=_on("closing")),
-    Figure("risk", "risk", _risk, on=_on("terminal", "closing")),
+    Figure("rounds", "rounds", _rounds, on={"terminal"}),
+    Figure("checkpoint", "checkpoint", _checkpoint, on={"terminal"}),
+    Figure("accuracy", "accuracy", _accuracy, on={"terminal"}),
+    Figure("epsilons", "largest ε", _epsilons, on={"terminal"}),
+    Figure("delta_max", "", _delta, on={"terminal"}),
+    Figure("bytes", "sent", _traffic, on={"terminal"}),
+    Figure(
+        "audit",
+        "audit",
+        _audit,
+        on={"closing"},
+        is_alarming=lambda folder: bool((folder.summary.get("audit") or {}).get("refuted")),
+    ),
+    Figure("spent", "spent", _spent, on={"closing"}),
+    Figure("risk", "risk", _risk, on={"terminal", "closing"}),
     _measured("report", "perplexity", _trained_label("Perplexity")),
     _measured("report", "accuracy", _trained_label("Accuracy")),
-    Figure("bought", _bought_label, lambda folder: bought(folder.summary)[0], format_bound, on=_on("report")),
+    Figure("bought", _bought_label, lambda folder: bought(folder.summary)[0], format_bound, on={"report"}),
     Figure(
         "best_baseline",
         _best_label,
         lambda folder: best_baseline(folder.summary),
         lambda found: format_percent(found[1]),
-        on=_on("report"),
+        on={"report"},
     ),
     _measured("report", "perplexity_non_private", "Without noise (z = 0, still clipped)"),
     _measured("report", "perplexity_initial", "Untrained"),
@@ -471,8 +469,8 @@ FIGURES: tuple[Figure, ...] = (
     _measured("card", "perplexity", "perplexity"),
     _measured("card", "perplexity_initial", "perplexity before training"),
     _measured("card", "rouge_l", "ROUGE-L"),
-    Figure("alone", "each holder alone", _alone, on=_on("terminal", "report", "card"), is_wide=True),
-    Figure("charged_again", "resumed", _charged_again, on=_on("terminal", "closing", "report"), is_wide=True),
+    Figure("alone", "each holder alone", _alone, on={"terminal", "report", "card"}, is_wide=True),
+    Figure("charged_again", "resumed", _charged_again, on={"terminal", "closing", "report"}, is_wide=True),
 )
 """Every figure, in the order of the pages. A new one needs an entry here and nothing else: all pages will show it.
 

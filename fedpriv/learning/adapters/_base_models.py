@@ -117,11 +117,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, named as for `load_base`; its weights are not read.
-
-    Raises:
-        InputError: the tokenizer cannot be obtained.
-    """
+    """The tokenizer of a model, named as for `load_base`, whose weights are not read; InputError if there is none."""
     location = resolve(name)
     try:
         with quiet_transformers():

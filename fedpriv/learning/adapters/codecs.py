@@ -98,14 +98,7 @@ def decode(encoded: Mapping[str, Tensor], reference: Mapping[str, Tensor], codec
 
 
 def pack_ternary(codes: np.ndarray) -> np.ndarray:
-    """Codes -1, 0, 1 packed into bytes, five per byte; the last byte is padded with zeros.
-
-    Args:
-        codes: int8 [values].
-
-    Returns:
-        uint8 [ceil(values / 5)].
-    """
+    """Codes -1, 0, 1, int8 [values], packed five per byte, uint8 [ceil(values / 5)]; the last is padded with zeros."""
     digits = np.zeros(-(-len(codes) // _DIGITS) * _DIGITS, dtype=np.uint8)
     digits[: len(codes)] = codes + 1
     packed: np.ndarray = (digits.reshape(-1, _DIGITS) * _POWERS).sum(axis=1, dtype=np.uint8)
@@ -113,11 +106,7 @@ def pack_ternary(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_ternary(packed: np.ndarray, num_codes: int) -> np.ndarray:
-    """The first `num_codes` codes, int8 in {-1, 0, 1}, that `pack_ternary` packed.
-
-    Raises:
-        ValueError: a byte is 243 or more, so it does not hold five codes.
-    """
+    """The first `num_codes` codes, int8, that `pack_ternary` packed; ValueError for a byte that does not hold five."""
     if len(packed) and packed.max() >= 3**_DIGITS:
         raise ValueError(f"{CODES}: byte {packed.max()}: must be below {3**_DIGITS}, five ternary codes")
     digits = packed[:, None] // _POWERS % 3

@@ -70,12 +70,7 @@ _FROZEN = {
 
 @torch.no_grad()
 def _put_between(model: nn.Module, factors: Mapping[str, Factors]) -> None:
-    """Give LoRA layers of a peft model frozen factors, and a zero R between them.
-
-    Args:
-        model: whose parameters are on one device.
-        factors: {layer: (B, A)}, float32 [out, n] and [k, in], for an R of [n, k].
-    """
+    """Give LoRA layers of a peft model frozen (B, A), float32 [out, n] and [k, in], and a zero R between them."""
     for name, (left, right) in factors.items():
         layer: Any = model.get_submodule(name)
         inner = nn.Linear(right.shape[0], left.shape[1], bias=False)
@@ -91,11 +86,7 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def _factors_of_weights(model: nn.Module) -> dict[str, Factors]:
-    """{LoRA layer of a peft model: (B, A)}: singular vectors of its weight, as many as LoRA's rank, or as there are.
-
-    Raises:
-        InputError: a weight has no unique singular vectors; names its layer.
-    """
+    """{LoRA layer: (B, A)}: singular vectors of its weight, up to LoRA's rank; InputError if they are not unique."""
     return {name: _of_weight(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
@@ -110,16 +101,9 @@ def _of_weight(name: str, layer: Any) -> Factors:
 
 
 def _singular_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(B, A) = (U, V^T) of a matrix's largest singular values: float32 [out, rank] and [rank, in], orthonormal.
+    """(B, A) = (U, V^T) of the `rank` largest singular values of [out, in], orthonormal; ValueError if two are close.
 
     The largest entry of each row of A is positive.
-
-    Args:
-        weight: [out, in].
-        rank: r >= 1, at most the number of rows and of columns.
-
-    Raises:
-        ValueError: singular values are too close to tell their vectors.
 
     Source: Balazy et al. 2024 (LoRA-XS), who scale one of the factors by the singular values.
     """
@@ -433,11 +417,7 @@ def load(base: Any, directory: Path | str) -> PeftModel:
 
 
 def read_convention(directory: Path) -> dict[str, Any]:
-    """The content of `fedpriv.json`, which describes the adapter in a directory.
-
-    Raises:
-        InputError: the file is missing, damaged or of another version.
-    """
+    """The content of a folder's `fedpriv.json`, which describes its adapter; InputError if this cannot be used."""
     path = directory / CONVENTION_FILE
     try:
         convention = json.loads(path.read_text(encoding="utf-8"))
@@ -449,11 +429,7 @@ def read_convention(directory: Path) -> dict[str, Any]:
 
 
 def checked_convention(convention: Any, path: Path) -> dict[str, Any]:
-    """The content of a `fedpriv.json`, if this fedpriv can use an adapter that it describes.
-
-    Raises:
-        InputError: it is damaged or of another version.
-    """
+    """The content of a `fedpriv.json`; InputError if it is damaged or of another version."""
     version = convention.get("version") if isinstance(convention, dict) else None
     if version != 1:
         raise InputError(f"{path}: version {version!r}; this fedpriv reads version 1")

@@ -76,12 +76,7 @@ def unit_states(states: Tensor) -> Tensor:
 
 
 def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean over the real tokens, float32 [batch, hidden].
-
-    Args:
-        states: [batch, tokens, hidden].
-        mask: [batch, tokens], 1 for a real token; None means that all are real.
-    """
+    """The mean of [batch, tokens, hidden] over the real tokens of a mask, or all without, float32 [batch, hidden]."""
     states = states.float()
     if mask is None:
         return states.mean(dim=1)

@@ -72,11 +72,7 @@ def pack_signs(update: Mapping[str, Tensor]) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, like: Mapping[str, Tensor]) -> Adapter:
-    """The signs that `pack_signs` packed, float32, for tensors with these names and shapes.
-
-    Raises:
-        ValueError: the type or length is wrong, or a byte does not hold signs.
-    """
+    """The signs that `pack_signs` packed, float32, shaped like these tensors; ValueError if they are no such signs."""
     total = sum(tensor.numel() for tensor in like.values())
     if packed.dtype != torch.uint8 or packed.shape != (-(-total // 5),):
         raise ValueError(f"signs: {packed.dtype} {tuple(packed.shape)}, not uint8 ({-(-total // 5)},)")

@@ -29,11 +29,7 @@ def is_of_head(name: str) -> bool:
 
 
 def head_of(adapter: Mapping[str, Tensor]) -> tuple[str, str | None]:
-    """The names of the head's weight and, if it has one, of its bias.
-
-    Raises:
-        ValueError: the head is not a single linear layer.
-    """
+    """The names of the head's weight and of its bias, if any; ValueError if the head is not a single linear layer."""
     names = [name for name in adapter if is_of_head(name)]
     weights = [name for name in names if adapter[name].dim() == 2]
     biases = [name for name in names if adapter[name].dim() == 1]
@@ -76,11 +72,7 @@ def started(model: GlobalModel, aggregated: Adapter, *, noise: float) -> GlobalM
 
 
 def recentred(model: GlobalModel, before: GlobalModel) -> GlobalModel:
-    """The same model with the mean of its head's rows as it was before a round, which adds noise to it alone.
-
-    Raises:
-        ValueError: the head is not a single linear layer.
-    """
+    """The same model with the mean of its head's rows as before a round, which adds but noise to it; see `head_of`."""
     weight, _ = head_of(model.adapter)
     rows, earlier = model.adapter[weight].double(), before.adapter[weight].double()
     moved = (rows - rows.mean(dim=0) + earlier.mean(dim=0)).float()

@@ -223,22 +223,14 @@ def mistakes(columns: CheckedColumns) -> list[Finding]:
 
 
 def check_table(table: Table, config: RunConfig, roles: Roles, *, key: str = "data") -> list[str]:
-    """The warnings about a run's table in these roles, one a line.
-
-    Raises:
-        InputError: it has a likely mistake that is refused; says how to go on.
-    """
+    """The warnings, a line each, about a run's table in these roles; InputError if a likely mistake is refused."""
     check = f"`fedpriv data check {shlex.quote(table.source)} {roles.options}`"
     how = f'{check} lists all, and --fix OUT mends a copy; if all is as it should be, set table_checks = "warn"'
     return refused(mistakes(CheckedColumns.of(table, roles)), config.table_checks, f"{key} = {table.source!r}", how)
 
 
 def refused(found: Sequence[Finding], checks: TableChecks, name: str, how: str) -> list[str]:
-    """The messages of findings about a table of this name, unless one of them is refused; `how` says how to go on.
-
-    Raises:
-        InputError: a finding is refused, and the checks do not merely warn.
-    """
+    """The messages of findings about a table; InputError, with `how` to go on, if the checks refuse one of them."""
     refusals = [finding for finding in found if finding.refuses]
     if refusals and checks == "refuse":
         more = f", and {counted(len(refusals) - 1, 'likely mistake')} more" if len(refusals) > 1 else ""

@@ -68,11 +68,7 @@ class LayoutError(ValueError):
 
 
 def decoded(content: bytes, encoding: Encoding, *, line: int = 1) -> str:
-    """The text of a file, or of a part that begins at a line, without a byte order mark.
-
-    Raises:
-        LayoutError: it has another encoding; names the line, what stands there, and the option.
-    """
+    """The text of a file, or of a part from a line on, without a byte order mark; LayoutError for another encoding."""
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise LayoutError("line 1: begins with the mark of UTF-16; save the file as UTF-8")
     try:
@@ -86,11 +82,7 @@ def decoded(content: bytes, encoding: Encoding, *, line: int = 1) -> str:
 
 
 def refuse_foreign(start: bytes, own: bytes = b"") -> None:
-    """Refuse the first bytes of a file that is another than its name says; `own` are those that it should have.
-
-    Raises:
-        LayoutError: says what it is, and what to do.
-    """
+    """Refuse, with a LayoutError, the start of another kind of file than its name says, or than the `own` bytes."""
     for mark, what in _FOREIGN.items():
         if mark != own and start.startswith(mark):
             raise LayoutError(f"is {what}")
@@ -223,11 +215,7 @@ def opened(
 
 
 def require_columns(names: Collection[str], asked: Iterable[tuple[str, str]], source: str) -> None:
-    """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column is not asked for.
-
-    Raises:
-        InputError: names the key, the column, and those that are there.
-    """
+    """Refuse, with an InputError, a table that lacks a column which a (configuration key, column) pair asks for."""
     for key, column in asked:
         if column and column not in names:
             title = "; if that is a title above the names, delete it" if len(names) == 1 or "column 2" in names else ""
@@ -237,14 +225,7 @@ def require_columns(names: Collection[str], asked: Iterable[tuple[str, str]], so
 
 
 def unreadable(error: Exception, where: str) -> str:
-    """Why one row cannot be read, in one line.
-
-    Args:
-        where: its place, such as `line 7`.
-
-    Raises:
-        Exception: the error, if memory is used up, which says nothing of this row.
-    """
+    """Why the row at a place, such as `line 7`, cannot be read, in one line; raises the error if memory is used up."""
     if is_memory_failure(error):
         raise error
     if isinstance(error, LayoutError):

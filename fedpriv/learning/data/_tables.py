@@ -169,11 +169,7 @@ def release_memory() -> None:
 
 
 def to_text(table: Table, config: RunConfig) -> TextData:
-    """The texts and labels of the configured columns; a missing text counts as empty.
-
-    Raises:
-        InputError: a column of texts holds lists.
-    """
+    """The texts and labels of the configured columns, empty where one is missing; InputError if one holds lists."""
     if config.instructs:
         prompts, responses = zip(*instructions(table, config), strict=True) if len(table) else ((), ())
         return TextData(texts=prompts, labels=(), pairs=responses)
@@ -281,11 +277,7 @@ def read_own(source: DataSource) -> list[OwnRecord | InputError]:
 
 
 def read_strictly(source: DataSource) -> list[OwnRecord]:
-    """The same of a file that its operator can still mend: every record must be readable.
-
-    Raises:
-        InputError: as `read_own`; or the file has no records, or one that cannot be read.
-    """
+    """The same of a file that its operator can still mend: InputError if it has no record, or an unreadable one."""
     records = []
     for record in read_own(source):
         if isinstance(record, InputError):

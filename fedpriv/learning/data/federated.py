@@ -102,14 +102,7 @@ def load(config: RunConfig) -> FederatedData:
 
 
 def check_sizes(config: RunConfig, sizes: Mapping[str, int]) -> None:
-    """Refuse clients without records, or with fewer than a batch is expected to have.
-
-    Args:
-        sizes: {name of a client: its number of records}, by partition id.
-
-    Raises:
-        InputError: names the client and what would be right.
-    """
+    """Refuse, by name, clients without records or with fewer than a batch is expected to have, in partition order."""
     for client, (name, size) in enumerate(sizes.items()):
         if not size:
             raise InputError(f"client {client} ({name}): has no records; leave it out")

@@ -66,24 +66,13 @@ class DataDigests:
         return asdict(self)
 
     def check_same(self, then: DataDigests, where: str) -> None:
-        """Refuse records that are not those of an earlier look by the same configuration.
-
-        Args:
-            where: begins the error.
-
-        Raises:
-            InputError: names what differs.
-        """
+        """Refuse, naming what differs after `where`, other records than an earlier look by this configuration had."""
         if found := list(self._differences(then)):
             more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
             raise InputError(f"{where}: {', '.join(found[:_MOST_NAMED])}{more}; put the data back as they were")
 
     def check_same_files(self, then: DataDigests, where: str) -> None:
-        """Refuse files that have changed since an earlier look, by whatever configuration.
-
-        Raises:
-            InputError: names the file, and what differs where records were dealt out in the same way.
-        """
+        """Refuse, by name, files that have changed since an earlier look, by whatever configuration."""
         for name in self.files.keys() & then.files.keys():
             if self.files[name] != then.files[name]:
                 if self.dealt == then.dealt:

@@ -139,15 +139,7 @@ def usable(item: tuple[RecordSet, int]) -> bool:
 
 
 def check_max_length(tokenizer: Any, max_length: int, *, pairs: bool) -> None:
-    """Refuse a length that has no room for a token of text.
-
-    Args:
-        max_length: tokens, special ones included.
-        pairs: whether records have a second text.
-
-    Raises:
-        InputError: max_length is too small; a tokenizer would silently not truncate at all.
-    """
+    """Refuse a length without room for text, or for a pair of them: a tokenizer would silently not truncate at all."""
     (blank,) = encode(tokenizer, [" "], [" "] if pairs else None, _UNCUT)
     framed = len(blank["input_ids"]) if blank else 0  # the tokenizer may put a prompt before every text
     smallest = max(framed, tokenizer.num_special_tokens_to_add(pair=pairs)) + (2 if pairs else 1)
@@ -295,11 +287,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainText:
-    """Texts, or pairs of texts, as the tokenizer frames them.
-
-    Attributes:
-        ends: whether the end-of-sequence token follows a text, where the tokenizer adds none and there is room.
-    """
+    """Texts or pairs as the tokenizer frames them; if `ends`, the end-of-sequence token follows where it fits."""
 
     ends: bool = False
 

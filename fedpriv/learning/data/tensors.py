@@ -101,11 +101,7 @@ def _tensor(leaf: Any) -> Any:
 
 
 def num_records(batch: Batch) -> int:
-    """The number of rows of a batch's tensors.
-
-    Raises:
-        InputError: it has none, a leaf is no tensor, or the tensors' numbers of rows differ.
-    """
+    """The number of rows of a batch's tensors; InputError if it has none, one is no tensor, or numbers differ."""
     leaves = tree_leaves(batch)
     lengths = {len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else -1 for leaf in leaves}
     if len(lengths) != 1 or -1 in lengths:

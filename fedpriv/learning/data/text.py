@@ -243,11 +243,7 @@ def named_choices(values: Sequence[object]) -> tuple[tuple[str, ...], tuple[str,
 
 
 def as_text(value: object) -> str:
-    """A value of a column as a text; a missing one is empty.
-
-    Raises:
-        ValueError: it is a list, a mapping or bytes, whose Python code no model should learn.
-    """
+    """A value of a column as a text, a missing one empty; ValueError for a list, a mapping or bytes."""
     if isinstance(value, bytes):
         raise ValueError("holds bytes that are no text in UTF-8")
     if isinstance(value, (list, tuple, Mapping)):

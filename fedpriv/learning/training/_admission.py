@@ -68,11 +68,7 @@ _SECONDS = 0.15
 
 
 def admit(model: TrainingModel) -> None:
-    """Let a model train if its passes leave it as it was; one that mixes the records of a pass runs them alone.
-
-    Raises:
-        InputError: they do not; names the architecture, and some that would do.
-    """
+    """Let a model train if passes leave it as it was, else an InputError; one that mixes records runs them alone."""
     kind = model.peft_model.config.model_type
     with refusing(kind):
         reason = REFUSED.get(kind) or _reason_to_refuse(model)
@@ -96,11 +92,7 @@ def check_weights(base: BaseModel) -> None:
 
 
 def check_learns(model: TrainingModel, record: Records) -> None:
-    """Refuse a model that learns nothing of a public record which is as long as any may be.
-
-    Raises:
-        InputError: its pass fails, or its gradient is not finite or zero; says what would be right.
-    """
+    """Refuse, with an InputError, a model that learns nothing of a public record as long as any may be."""
     kind, tokens = model.peft_model.config.model_type, len(record.features["input_ids"][0])
     try:
         gradient = _gradients(model, record.items(), cached=False)

@@ -249,11 +249,7 @@ def sliced_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor, places
 
 
 def even_predictions(hidden: Tensor, layer: nn.Linear, targets: Tensor) -> Predictions:
-    """The same of one record, without gradients, and with logits at every place, so that no shape tells its targets.
-
-    Args:
-        hidden, layer, targets: as above, of one row.
-    """
+    """The same of one row, without gradients, with logits at every place, so that no shape tells its targets."""
     wanted, size = to_device(targets[0], hidden.device), max(1, min(_MOST_TARGETS, _MOST_LOGITS // layer.out_features))
     blocks = zip(hidden[0, :-1].split(size), wanted.clamp_min(0).split(size), strict=True)
     found = [block_losses(states, layer, tokens, None) for states, tokens in blocks]

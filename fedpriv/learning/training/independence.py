@@ -84,11 +84,7 @@ def raising_failures(*, also_of_numbers: bool = False) -> Iterator[None]:
 
 @contextmanager
 def refusing(kind: str) -> Iterator[None]:
-    """Within this context a failure refuses a model of this type: no record has caused it.
-
-    Raises:
-        InputError: something failed; one line that names the type. Where it failed is logged.
-    """
+    """Within this context a failure, which no record has caused, refuses a model of this type, and is logged."""
     try:
         yield
     except (InputError, MemoryError):
@@ -101,11 +97,7 @@ def refusing(kind: str) -> Iterator[None]:
 
 
 def finite(values: Tensor) -> Tensor:
-    """The values. A record's may be NaN or infinite, and then count as zero; of synthetic ones none may.
-
-    Raises:
-        ValueError: some value is not finite, and failures of numbers are raised.
-    """
+    """The values; NaN or infinite ones count as zero, or are a ValueError where failures of numbers are raised."""
     if _must_be_finite.get() and not bool(values.isfinite().all()):
         raise ValueError("its losses or gradients are NaN or infinite")
     return values

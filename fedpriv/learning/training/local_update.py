@@ -121,11 +121,7 @@ class UpdateSpec:
 
     @staticmethod
     def of(config: RunConfig) -> UpdateSpec:
-        """The part of a run's configuration that a client carries out, in rounds that train everything.
-
-        Raises:
-            ValueError: the learning rate is still to be derived; see `calibrated`.
-        """
+        """The part of a configuration that a client carries out where all is trained; ValueError unless calibrated."""
         if config.learning_rate == "auto":
             raise ValueError("learning_rate = auto: has not been derived yet")
         rule = config.rule

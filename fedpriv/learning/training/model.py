@@ -150,11 +150,7 @@ class TrainingModel:
         return "bfloat16" if self.base_dtype == torch.bfloat16 else "float32"
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Refuse an adapter that does not fit the model; all layers may have another rank, or the leading blocks of R.
-
-        Raises:
-            ValueError: names the tensors that do not fit.
-        """
+        """Refuse, by name, tensors that do not fit the model; layers may have another rank, or leading blocks of R."""
         if shapes.keys() != self.parameters.keys():
             unmatched = sorted(shapes.keys() ^ self.parameters.keys())
             raise ValueError(f"adapter: tensors {', '.join(unmatched)} are on one side only")
@@ -184,11 +180,7 @@ class TrainingModel:
         return self._merged
 
     def check_merged(self, merged: Merged) -> None:
-        """Refuse additions to frozen weights that do not fit the model.
-
-        Raises:
-            ValueError: a layer has no LoRA, or a matrix has another shape, or the frozen weights are quantised.
-        """
+        """Refuse, with a ValueError, additions to frozen weights of no LoRA, of another shape, or quantised."""
         if merged and self.base_dtype_name == "nf4":
             raise ValueError("merged: nothing can be added to weights in 4 bits; use base_dtype = bfloat16 or float32")
         known = factors_of(self.initial)
@@ -200,11 +192,7 @@ class TrainingModel:
                 raise ValueError(f"merged: {name} is a matrix of shape {product.shape}, not {expected}")
 
     def merge(self, merged: Merged) -> None:
-        """Set the frozen weights to the pretrained ones plus `merged`, which replaces that of earlier calls.
-
-        Raises:
-            ValueError: see `check_merged`.
-        """
+        """Set the frozen weights to the pretrained ones plus `merged`, in place of earlier calls' (`check_merged`)."""
         if same_merged(merged, self._merged):
             return
         self.check_merged(merged)
@@ -305,11 +293,7 @@ class TrainingModel:
 
     @torch.no_grad()
     def evaluation_logits(self, records: Records, indices: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The logits on public records with the model's current adapter, and the batch; features are kept.
-
-        Raises:
-            Exception: whatever the model raises on them.
-        """
+        """The logits of public records by the current adapter, and the batch; features are kept."""
         if self.features is None or self.head is None:
             return self.logits(records.items(indices), cached=True)
         own = {name: p.detach().cpu() for name, p in self.parameters.items() if name not in self.head_tensors}

@@ -156,11 +156,7 @@ class OwnTrainingModel:
         return self._own.evaluate is not None or self.num_classes is not None
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Refuse tensors that are not the model's, and a module that has changed since it was tried.
-
-        Raises:
-            ValueError: names what does not fit.
-        """
+        """Refuse, with a ValueError, tensors that are not the model's, and a module changed since it was tried."""
         if shapes != {name: parameter.shape for name, parameter in self.parameters.items()}:
             raise ValueError("adapter: its tensors are not those of the model, in name or shape")
         self._own.check_unchanged()

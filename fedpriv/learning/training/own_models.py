@@ -119,12 +119,9 @@ class OwnModel:
                     yield rows[:, 1:]
 
     def check_fits(self, records: Any) -> None:
-        """Refuse records of another form than the public ones, and a module that has changed since it was tried.
+        """Refuse, by what differs, records of another form than the public ones, and a module changed since its trial.
 
         No content of a record decides this, so it may precede the charge.
-
-        Raises:
-            InputError: names what differs.
         """
         num_records(records)
         of_records, of_public = map(form_of, (records, self.public))

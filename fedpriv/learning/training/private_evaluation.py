@@ -72,20 +72,12 @@ class NoisedCounts:
 
 
 def planned_event(spec: EvaluationSpec) -> Event:
-    """The event of one evaluation, which a holder pays for; see `UpdateSpec.counts`.
-
-    Raises:
-        ValueError: noise_multiplier is out of range.
-    """
+    """The event of an evaluation, which a holder pays for, see `UpdateSpec.counts`; ValueError if z is out of range."""
     return local_update.planned_event(spec.update, 1.0, {})
 
 
 def check_fits(model: TrainedModel, adapter: Adapter, merged: Merged) -> None:
-    """Refuse an adapter that does not have the model's tensors, or additions to frozen weights that do not fit.
-
-    Raises:
-        ValueError: names what does not fit.
-    """
+    """Refuse an adapter without the model's tensors, or additions to frozen weights that do not fit; ValueError."""
     for name in adapter.keys() | model.parameters.keys():
         shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (adapter, model.parameters)]
         if shapes[0] != shapes[1]:

@@ -94,11 +94,7 @@ class PoissonSampler:
     def with_probability(
         cls, probability: float, *, num_registered: int, source: RandomSource, choices: RandomSource | None = None
     ) -> Self:
-        """A sampler with exactly this q in (0, 1], whose expected batch size is q N_k.
-
-        Raises:
-            InputError: a value is out of range.
-        """
+        """A sampler with exactly this q in (0, 1], whose expected batch size is q N_k; InputError if out of range."""
         if not 0 < probability <= 1:
             raise InputError(f"sampling_probability = {probability}: must lie in (0, 1]")
         size = probability * num_registered
@@ -107,23 +103,14 @@ class PoissonSampler:
         return sampler
 
     def draw(self, num_records: int) -> list[int]:
-        """Indices of the included records among `num_records`; their number varies around its mean and may be 0.
-
-        Raises:
-            InputError: there are more than any sum may have.
-        """
+        """Indices of the included records; their number varies around its mean, and may be 0. InputError if too many."""
         if num_records > MOST_ROWS:
             raise InputError(f"records = {num_records}: sums are exact up to {MOST_ROWS}")
         included = self.source.bernoulli(num_records, self.sampling_probability)
         return included.nonzero().squeeze(1).tolist()
 
     def draw_persons(self, records: Records, most: int) -> list[list[int]]:
-        """The records that count of each included person, at least one and at most so many, ascending.
-
-        Args:
-            records: of persons.
-            most: m >= 1.
-        """
+        """The records that count of each included person, at least one and at most so many (m >= 1), ascending."""
         included = self.draw(records.num_units)
         return self.some_of_each(records, included, most)
 

@@ -50,11 +50,7 @@ class RunSchedule:
 
     @staticmethod
     def of(config: RunConfig) -> RunSchedule:
-        """The start of the head, rounds that train the head alone, and rounds that train everything.
-
-        Raises:
-            ValueError: the noise or a learning rate is still to be derived.
-        """
+        """The start of the head, rounds of the head alone, and rounds that train everything; ValueError unless calibrated."""
         everything = UpdateSpec.of(config)
         phases = []
         for phase in config.phases:
@@ -151,12 +147,9 @@ def _start(phase: Phase, everything: UpdateSpec) -> UpdateSpec:
 
 
 def grid_of(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]) -> SumGrid | None:
-    """The grid of a round's sum; None without secure aggregation.
+    """The grid of a round's sum of all clients of the run, {client: registered N_k}, whichever take part in it.
 
-    It is that of all clients of the run, whichever of them take part in a round.
-
-    Args:
-        sizes: {client: registered N_k} of all clients of the run.
+    None without secure aggregation.
     """
     return _grid_of(config, spec, tuple(sorted(sizes.items()))) if config.secure_aggregation else None
 

@@ -146,11 +146,7 @@ def load_frozen(config: RunConfig, model: str, *, task: str, labels: tuple[str, 
 
 
 def ready(config: RunConfig, peft_model: Any, *, alone: bool = False, num_workers: int = 1) -> TrainingModel:
-    """A base with an adapter, from `load_frozen`, on the configured device, in its format, and admitted.
-
-    Raises:
-        InputError: the model cannot be used there, or not at all.
-    """
+    """A base with an adapter, from `load_frozen`, on its device, in its format, and admitted, or else an InputError."""
     peft_model = peft_model.to(_device(config.device))
     build = partial(
         TrainingModel,

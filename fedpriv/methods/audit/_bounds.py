@@ -271,12 +271,7 @@ def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tu
 
 
 def checked_scores(scores: npt.ArrayLike, included: npt.ArrayLike) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """Scores as float64 and inclusions as bool, both [canaries].
-
-    Raises:
-        InputError: their lengths differ, a score is not finite, an inclusion is neither 0 nor 1, or there is only one
-            class.
-    """
+    """Scores as float64 and inclusions as bool, both [canaries]; InputError if they are none, or all of one class."""
     values, flags = np.asarray(scores, dtype=float), np.asarray(included)
     if values.ndim != 1 or flags.shape != values.shape:
         raise InputError(f"scores: {values.size} scores and {flags.size} inclusions; must be one of each per canary")

@@ -25,13 +25,7 @@ _SMALLEST_STDDEV = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class _AtFalsePositiveRate:
-    """An attack at the threshold that keeps a given false positive rate.
-
-    Attributes:
-        false_positive_rate: allowed share of non-members, in (0, 1).
-        true_positive_rate: share of members detected.
-        low, high: Clopper-Pearson interval of the true positive rate, with the threshold taken as given.
-    """
+    """An attack's true positive rate at a given false positive rate, with its Clopper-Pearson interval [low, high]."""
 
     false_positive_rate: float
     true_positive_rate: float

@@ -74,12 +74,7 @@ def _directions(rows: Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class _Canaries:
-    """All clients' canaries, with the outcomes that their margins compare.
-
-    Attributes:
-        outcomes: ids of all classes, or of all canaries' last tokens.
-        own: [canaries] column of each canary's own outcome.
-    """
+    """All clients' canaries: ids of the outcomes that margins compare, and [canaries] the column of each one's own."""
 
     items: list[Item]
     outcomes: Tensor
@@ -172,11 +167,7 @@ def scores_of(model: TrainingModel, initial: Adapter, final: Adapter, clients: S
 
 
 def registration(config: RunConfig, bench: Workbench) -> dict[str, Any]:
-    """An audit's choices, for a file that is written before the first round: nothing may be chosen afterwards.
-
-    Raises:
-        InputError: the coins put all canaries in, or none.
-    """
+    """An audit's choices, for a file from before the first round; InputError if all canaries are in, or none."""
     clients = _clients(config, bench)
     included = np.concatenate([client.included for client in clients])
     num = len(included)

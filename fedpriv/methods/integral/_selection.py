@@ -145,12 +145,7 @@ def _check_every_class(class_sizes: Indices, counts: Indices, size: int, names: 
 
 @dataclass(frozen=True, kw_only=True)
 class _SampleSize:
-    """A subsample size and the resulting number of subsamples.
-
-    Attributes:
-        records: N.
-        num_subsamples: floor(|D| / N), disjoint.
-    """
+    """A subsample size, N records, and the number of disjoint subsamples of it, floor(|D| / N)."""
 
     records: int
     num_subsamples: int
@@ -217,13 +212,7 @@ def advice(
 
 @dataclass(frozen=True, kw_only=True)
 class Anonymity:
-    """The requirements of k-anonymous integral privacy on the generators of a model.
-
-    Attributes:
-        k: the number of generators.
-        intersection_is_empty: whether no record is in all of them.
-        pairwise_disjoint: whether no record is in two of them.
-    """
+    """What k-anonymous integral privacy asks of a model's k generators: no record in all of them, nor in two."""
 
     k: int
     intersection_is_empty: bool

@@ -83,13 +83,9 @@ class _AttackRow:
 def _draw_generators(
     labels: Indices, background: Indices, class_counts: Indices, num: int, generator: np.random.Generator
 ) -> Indices:
-    """The intruder's guessed training sets, int64 [num, size]: the background and a uniform draw of the others.
+    """The intruder's guessed training sets, int64 [num, size]: the background S* and a uniform draw of other candidates.
 
     The draw keeps the class counts of the true training set: these follow the whole data set's and are not secret.
-
-    Args:
-        labels: int64 [candidates], classes of the pool, whose records are numbered from 0.
-        background: S*, the candidates that are known to have been used.
     """
     drawn = [np.tile(background, (num, 1))]
     for label, count in enumerate(class_counts):
@@ -104,9 +100,7 @@ def _draw_generators(
 def _rank_generators(vectors: Vectors, target: Vectors, comparison: Comparison = "norm") -> Indices:
     """Rows of the models, the one closest to the target first.
 
-    Args:
-        comparison: `largest` or `norm`, as in selection, or `projection`: how far a model lies from the models' mean
-            in the direction of the target, which works better than a distance if the target is a mean of many models.
+    `projection`, along the direction of the target from the models' mean, suits a target that is a mean of many models.
     """
     if comparison not in get_args(Comparison):
         raise InputError(f"comparison = {comparison!r}: must be one of {', '.join(get_args(Comparison))}")
@@ -122,11 +116,7 @@ def _rank_generators(vectors: Vectors, target: Vectors, comparison: Comparison =
 def _membership_scores(
     generators: Indices, order: Indices, num_candidates: int, num_best: int
 ) -> npt.NDArray[np.float64]:
-    """For each candidate, the share of the best generators that contain it, [candidates]; 1 for their intersection.
-
-    Args:
-        generators: [models, size], as drawn.
-        num_best: how many of the best generators count, 1 <= num_best <= models.
+    """[candidates] The share of the best generators, [models, size], that contain each; 1 for their intersection.
 
     Source: Varshney and Torra 2023, section 2.2, "dominant records from the intersection".
     """
@@ -161,12 +151,7 @@ class _NoRecommendationError(InputError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _AttackTarget:
-    """A published model.
-
-    Attributes:
-        vector: its weights, [values], or what the intruder computes from them.
-        owner: of the subsample under attack, which was used.
-    """
+    """A published model's weights, [values], or what is computed of them, and the owner under attack, who was used."""
 
     vector: Tensor
     owner: int

@@ -42,12 +42,7 @@ _NOISE_FLOOR = 1e-6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """The records from which a model is selected.
-
-    Attributes:
-        train_features, test_features: [records, ...].
-        train_labels, test_labels: int64 [records], classes from 0.
-    """
+    """The records from which a model is selected: features [records, ...], and labels int64 [records] from 0."""
 
     train_features: Tensor
     train_labels: Tensor
@@ -90,16 +85,7 @@ class TrainAndTest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
-    """Recurrence and accuracy after a number of epochs, at one epsilon.
-
-    Attributes:
-        epochs: >= 1.
-        epsilon: units of the weights.
-        recurrence: of the largest cluster; 1 means that no two models are within epsilon.
-        k: disjoint generators within epsilon of its mean; 0 if no two models form a cluster.
-        mean: metrics of the mean; None if no two models form a cluster.
-        plain: metrics of one model trained on all training records for as many epochs.
-    """
+    """Recurrence and accuracy after some epochs at one epsilon; without a cluster k is 0, and the mean has no metrics."""
 
     epochs: int
     epsilon: float
@@ -290,9 +276,6 @@ def _mean_adapter(adapters: Mapping[str, Mapping[str, Tensor]]) -> Adapter:
     Averaging the factors would give a different map. The mean of k products of rank r has a rank of up to k r; all
     layers get the smallest rank that represents all means exactly, up to float32, padded with zeros where a layer
     needs less. Save the adapter with that rank and with the alpha that keeps alpha / rank.
-
-    Args:
-        adapters: {client: adapter}, at least one, with equal names and with shapes that differ in their ranks only.
     """
     first, *_ = adapters.values()
     result = {

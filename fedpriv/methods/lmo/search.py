@@ -119,11 +119,7 @@ def costs(candidates: Columns, budget: Budget, orders: npt.NDArray[np.int64], po
 
 
 def fitted(parameters: LmoParameters, budget: Budget, *, largest_factor: float = _MAX_FACTOR) -> LmoParameters:
-    """The parameters with u scaled by the largest factor within the budget, which gives the least such noise.
-
-    Raises:
-        InputError: no noise of this kind within a factor of 1e6 meets the budget.
-    """
+    """The parameters with u scaled by the largest factor within the budget, for the least noise; InputError if none."""
 
     log_limit = math.log(_MAX_FACTOR)
     log_largest = min(math.log(largest_factor), log_limit)

@@ -258,7 +258,7 @@ def _epsilon_of(events: frozenset[Event], delta: float, accountant: Accountant) 
 
 def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: Accountant) -> float:
     """Sum of the parts' epsilons; stated guarantees keep their deltas, the other parts share the rest of delta."""
-    stated = [part for part in parts if not any(map(_states_noise, part))]
+    stated = [p for p in parts if not any(e.effective_noise_multiplier > 0 or math.isinf(e.max_loss) for e in p)]
     others = [part for part in parts if part not in stated]
     remaining_delta = delta - math.fsum(event.total_delta for part in stated for event in part)
     # A rounding error in a sum of deltas does not count as an excess.
@@ -266,10 +266,6 @@ def _basic_epsilon(parts: Sequence[Sequence[Event]], delta: float, accountant: A
         return math.inf
     epsilons = [event.max_loss for part in stated for event in part]
     return math.fsum(epsilons + [_epsilon(part, remaining_delta / len(others), accountant) for part in others])
-
-
-def _states_noise(event: Event) -> bool:
-    return event.effective_noise_multiplier > 0 or math.isinf(event.max_loss)
 
 
 def smallest_deltas(stated: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -261,7 +261,7 @@ def from_json(fields: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]])
     uploads = fields["uploads"]
     history = History(
         name=fields["name"],
-        ancestors=None if uploads is None else frozenset(_upload(upload) for upload in uploads),
+        ancestors=uploads if uploads is None else frozenset(map(_upload, uploads)),
         events={id_: tuple(map(events.from_json, texts)) for id_, texts in fields["events"].items()},
         holders=int(fields["holders_per_person"]),
     )

@@ -129,14 +129,11 @@ def _by_width(specs: Sequence[TensorSpec]) -> dict[int, list[TensorSpec]]:
 
 def _values_of(tensors: Mapping[str, NDArray[Any]], specs: Sequence[TensorSpec]) -> Values:
     return {
-        width: np.concatenate([_bytes_of(tensors[spec.name]) for spec in of_width])
+        width: np.concatenate(
+            [np.ascontiguousarray(tensors[spec.name]).reshape(-1, 1).view(np.uint8) for spec in of_width]
+        )
         for width, of_width in _by_width(specs).items()
     }
-
-
-def _bytes_of(tensor: NDArray[Any]) -> NDArray[np.uint8]:
-    """[values, bytes] of a tensor."""
-    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).reshape(tensor.size, tensor.itemsize)
 
 
 def _packed(values: Values, reference: Values) -> Tensors:

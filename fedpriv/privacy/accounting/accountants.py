@@ -90,7 +90,8 @@ def epsilon_of(
         return PrivacySpent(epsilon=0.0 if remaining_delta > 0 else math.inf, delta=delta, accountant=accountant)
     if remaining_delta <= 0 or not all(event.is_noised for event in composition) or not (proven or allow_unproven):
         return PrivacySpent(epsilon=math.inf, delta=delta, accountant=accountant, is_guarantee=proven)
-    rdp_epsilon = _rdp_epsilon(composition, remaining_delta)
+    most = math.fsum(event.max_loss for event in composition)
+    rdp_epsilon = min(epsilon_of_curve(total_curve(composition), remaining_delta), most)
     pld_epsilon = math.inf
     if accountant == "pld" and (interval := affordable(composition, _value_interval(composition, rdp_epsilon))):
         pld_epsilon = _pld_epsilon(composition, remaining_delta, interval)
@@ -103,12 +104,9 @@ def epsilon_of(
 
 
 def stays_within(events: Iterable[Event], delta: float, budget: float) -> bool:
-    """Whether the composition costs at most (budget, delta).
+    """Whether the composition costs at most (budget, delta); ValueError unless the budget is finite and > 0.
 
     pld decides, unless rdp, which is cheaper and just as valid a bound, is already clearly below the budget.
-
-    Raises:
-        ValueError: as for `epsilon_of`, or the budget is not finite and > 0.
     """
     if not 0 < budget < math.inf:
         raise ValueError(f"budget = {budget}: must be finite and > 0")
@@ -158,11 +156,7 @@ def check_accountant(accountant: str) -> None:
 
 
 def checked(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The events, grouped and in an order of their own, so that equal compositions are equal.
-
-    Raises:
-        ValueError: the type of one is unknown, or they protect different units.
-    """
+    """The events, grouped and in an order of their own; ValueError if a type is unknown, or their units differ."""
     events = tuple(events)
     for event in events:
         check_known(event)
@@ -209,11 +203,6 @@ def _quiet_absl() -> Iterator[None]:
     finally:
         absl_logging.set_verbosity(verbosity)
         root.removeHandler(silent)
-
-
-def _rdp_epsilon(events: tuple[Event, ...], delta: float) -> float:
-    """The sum of the Renyi curves, converted once; at most the sum of the largest privacy losses."""
-    return min(epsilon_of_curve(total_curve(events), delta), math.fsum(event.max_loss for event in events))
 
 
 def epsilon_of_curve(curve: Array, delta: float) -> float:

@@ -176,13 +176,7 @@ def _for_all(
 
 
 def _smallest(excess: Callable[[float], float], *, start: float, tolerance: float) -> float:
-    """The smallest z whose excess is at most 0, up to a relative tolerance and never below it.
-
-    Args:
-        excess: of the cost of a z over the target; must not rise with z.
-        start: some z, best near the result, > 0.
-        tolerance: relative, > 0.
-    """
+    """The smallest z, near `start`, with an excess, which must not rise with z, of at most 0: never below it."""
     excess = cache(excess)  # the search asks again about the ends of its bracket, and about the root
     low = high = start
     while excess(high) > 0:

@@ -65,16 +65,7 @@ class _StatedCost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PureEpsilon(_StatedCost):
-    """`count` releases that are epsilon-DP each, by any mechanism.
-
-    Attributes:
-        epsilon: >= 0, finite.
-        count: number of releases, >= 1.
-        unit: what is protected.
-
-    Raises:
-        ValueError: a value is out of range or not finite.
-    """
+    """`count` releases that are epsilon-DP each, by any mechanism; ValueError unless epsilon >= 0 is finite."""
 
     epsilon: float
     count: int = 1
@@ -164,22 +155,14 @@ def check_known(event: object) -> None:
 
 
 def to_json(event: Event) -> str:
-    """The event as one line of JSON with its kind and the format's version.
-
-    Raises:
-        ValueError: the event is of an unknown type.
-    """
+    """The event as one line of JSON with its kind and the format's version; ValueError if its type is unknown."""
     check_known(event)
     kind = next(name for name, event_type in EVENTS.items() if type(event) is event_type)
     return json.dumps({"version": _VERSION, "kind": kind, **event.to_fields()}, sort_keys=True)
 
 
 def from_json(text: str) -> Event:
-    """The event that `to_json` wrote.
-
-    Raises:
-        ValueError: the text is not an event of this version and a known kind, or a value is out of range.
-    """
+    """The event that `to_json` wrote; ValueError for another version, an unknown kind or a value out of range."""
     try:
         fields = json.loads(text)
         version, kind = fields.pop("version"), fields.pop("kind")

@@ -84,13 +84,7 @@ class _Filter:
         return spent / limit if limit > 0 else math.inf
 
     def remaining(self, history: Sequence[Event], event: Event, *, epsilon: float, delta: float) -> float:
-        """The number of further such events that (epsilon, delta) allows; infinite if they cost nothing.
-
-        Args:
-            history: all events so far, of one unit, in any order.
-            epsilon: finite, > 0.
-            delta: in (0, 1).
-        """
+        """How many further such events (epsilon, delta) allows after a history of one unit; infinite if free."""
         if not all(self.covers(each) for each in (*history, event)):
             return 0
         spent, cost = math.fsum(map(self.cost, history)), self.cost(event)
@@ -330,12 +324,9 @@ def to_json(rule: RenyiFilter | GaussianFilter | CommittedPlan, budget: tuple[fl
 
 
 def rule_of(notes: Sequence[str]) -> Rule | None:
-    """The rule that lines of `to_json` make together, in order; None without a line.
+    """The rule that lines of `to_json` make together, in order; None without a line, ValueError if one is unknown.
 
     A filter holds until another line follows it; a plan adds to the plans before.
-
-    Raises:
-        ValueError: a line is unknown.
     """
     rule: Rule | None = None
     for each in map(_rule, notes):
@@ -355,11 +346,7 @@ def rule_in_force(notes: Sequence[str], epsilon: float, delta: float) -> Rule:
 
 
 def check_allows(rule: Rule, epsilon: float, delta: float) -> None:
-    """Refuse a budget that is so small that the rule would never let anything pass.
-
-    Raises:
-        InputError: says from which budget on it would.
-    """
+    """Refuse, and say from which on it would do, a budget so small that the rule would never let anything pass."""
     if isinstance(rule, CommittedPlans):
         if not rule.fits(epsilon, delta):
             raise InputError(f"plan: {rule}, above this data set's epsilon {epsilon:g} at delta {delta:g}")

@@ -154,12 +154,7 @@ class Event(ABC):
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The inverse of `to_fields`.
-
-        Raises:
-            TypeError: a field is missing or unknown.
-            ValueError: a value is out of range.
-        """
+        """The inverse of `to_fields`; TypeError for a missing or unknown field, ValueError for a value out of range."""
         return cls(**fields)
 
 

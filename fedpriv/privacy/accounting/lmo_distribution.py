@@ -160,11 +160,7 @@ class Columns:
         return np.asarray(np.where(x < 0, tail, 1 - tail))
 
     def quantile(self, probability: npt.ArrayLike) -> Array:
-        """The x that the noise does not exceed with the given probability.
-
-        Raises:
-            InputError: a probability is outside (0, 1).
-        """
+        """The x that the noise does not exceed with the given probability, in (0, 1), or else an InputError."""
         p = np.asarray(probability, dtype=float)
         if not ((p > 0) & (p < 1)).all():
             raise InputError(f"probability = {p.tolist()}: must lie in (0, 1)")

@@ -323,11 +323,7 @@ def checked_orders(orders: npt.ArrayLike) -> Array:
 
 
 def check_domain(candidates: Columns, order: float, sensitivity: float) -> None:
-    """Refuse an order for which the moments in the curve do not exist.
-
-    Raises:
-        InputError: (order - 1) sensitivity is not inside the domain of M.
-    """
+    """Refuse an order with (order - 1) sensitivity outside of M's domain, where the curve's moments do not exist."""
     end = float(candidates.domain_end)
     if not (order - 1) * sensitivity < end:
         raise InputError(

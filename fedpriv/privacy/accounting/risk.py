@@ -253,11 +253,7 @@ def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any
 
 
 def risk_of_person(histories: Mapping[Name, Iterable[Event]], holders: int, delta: float) -> Risk:
-    """The largest risk of what any so many clients released together; a bound where more than 64 sets may have it.
-
-    Args:
-        histories, holders, delta: as for `many_clients.cost_of_person`.
-    """
+    """The largest risk of any so many clients together, as `many_clients.cost_of_person`; a bound beyond 64 sets."""
     known = {name: list(events) for name, events in histories.items()}
     sets = sets_of_holders(known, holders)
     of_sets = {names: ([event for name in names for event in known[name]], delta) for names in sets}
@@ -335,11 +331,7 @@ class RiskTarget:
 
     @staticmethod
     def parse(text: str, *, name: str = "target_risk") -> RiskTarget:
-        """The target that a text such as `tpr=0.1@fpr=0.01` or `mu=0.9` states; `name` is for the error.
-
-        Raises:
-            InputError: it states none.
-        """
+        """The target that a text such as `tpr=0.1@fpr=0.01` or `mu=0.9` states; else an InputError about `name`."""
         try:
             parts = {key.strip(): float(value) for key, value in (part.split("=") for part in text.split("@"))}
             if parts.keys() == {"mu"}:

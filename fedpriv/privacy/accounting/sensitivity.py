@@ -83,11 +83,7 @@ def num_parts(rule: str, *, num_tensors: int, head: bool) -> int:
 
 
 def clipping_rule(name: str) -> str:
-    """The rule with this name: one of `CLIPPING_RULES`, or `flat` for `joint` and `per-layer` for `per-tensor`.
-
-    Raises:
-        ValueError: the rule is unknown.
-    """
+    """The rule named so in `CLIPPING_RULES`, `joint` for `flat`, `per-tensor` for `per-layer`, or a ValueError."""
     rule = _ALIASES.get(name, name)
     _check_rule(rule)
     return rule

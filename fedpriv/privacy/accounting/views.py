@@ -64,10 +64,9 @@ class Release:
         return self.aggregate_scale is not None and self.aggregate_scale > 1
 
     def seen_by(self, view: View) -> Event:
-        """The event as the observer of the view sees it. An event that states no noise counts in full on every view.
+        """The event as the observer of the view sees it; ValueError if the view is unknown or does not hold.
 
-        Raises:
-            ValueError: the view is unknown, or is `aggregate` and does not hold.
+        An event that states no noise counts in full on every view.
         """
         if view not in VIEWS:
             raise ValueError(f"view = {view!r}: must be one of {', '.join(VIEWS)}")

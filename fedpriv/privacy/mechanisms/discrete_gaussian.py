@@ -66,11 +66,7 @@ class _DiscreteGaussian(WithoutParameters):
     cost_depends_on_dimension = True
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:
-        """[clients] subsampled Gaussians.
-
-        Raises:
-            ValueError: the noise would have a standard deviation of less than 2^10 or more than 2^40 steps of a grid.
-        """
+        """[clients] subsampled Gaussians; ValueError if noise is below 2^10 steps of a grid, or above 2^40."""
         return [
             SubsampledGaussian(
                 noise_multiplier=_charged_multiplier(request, client),

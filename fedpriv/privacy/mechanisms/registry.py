@@ -78,11 +78,7 @@ class NoiseRequest:
                     raise ValueError(f"{name} = {value}: must be finite and > 0")
 
     def check_fits(self, sums: Tensor, sources: Sequence[RandomSource]) -> None:
-        """Refuse sums, [clients, values], or sources, [clients], that do not fit this request.
-
-        Raises:
-            ValueError: there is not exactly one of each per client, or the number of values differs.
-        """
+        """Refuse, with a ValueError, sums, [clients, values], or sources that are not one per client, or do not fit."""
         if not len(sums) == len(self.sampling_probabilities) == len(sources):
             raise ValueError(
                 f"{len(sums)} sums, {len(self.sampling_probabilities)} sampling probabilities and {len(sources)} "
@@ -109,21 +105,13 @@ class Mechanism(Protocol):
     """Whether clients that noise different numbers of values pay differently; `client_ranks` would need that."""
 
     def checked(self, parameters: str, noise_multiplier: float) -> str:
-        """The parameters as one canonical line, after a check that they and the noise multiplier are valid together.
-
-        Raises:
-            InputError: they are not; one line with the name, the value and what would be valid.
-        """
+        """The parameters as one canonical line; InputError unless they and the noise multiplier are valid together."""
 
     def caveat(self, parameters: str) -> str:
         """`Event.caveat` of its events with these parameters; empty if their cost is a privacy guarantee."""
 
     def planned_events(self, request: NoiseRequest) -> list[Event]:
-        """[clients] the cost of the request, from public inputs, before anything is computed.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
+        """[clients] the cost of the request, from public inputs, before it is computed; ValueError if out of range."""
 
     def add_noise(
         self, sums: Tensor, request: NoiseRequest, sources: Sequence[RandomSource]
@@ -165,11 +153,7 @@ class _Mechanisms(Registry[Mechanism]):
     """Mechanisms by name, and the check of their parameters."""
 
     def checked_parameters(self, name: str, parameters: str, noise_multiplier: float) -> str:
-        """The parameters of the mechanism with this name in their canonical form; see `Mechanism.checked`.
-
-        Raises:
-            InputError: the mechanism is unknown, or its parameters are wrong or too long.
-        """
+        """The canonical parameters of this mechanism; InputError if it is unknown, or they are wrong or too long."""
         if len(parameters) > _MAX_LENGTH:
             raise InputError(f"mechanism_parameters: {len(parameters)} characters; at most {_MAX_LENGTH}")
         return self.named(name).checked(parameters, noise_multiplier)
