@@ -124,7 +124,7 @@ class OneOf(click.types.StringParamType):
     """
 
     def __init__(self, known: str, *others: str, check: bool = True) -> None:
-        """Take the names at MODULE:ATTRIBUTE; unchecked where the library knows aliases, or refuses in its own words."""
+        """Take the names at MODULE:ATTRIBUTE; unchecked where the library takes aliases, or refuses by itself."""
         self._known, self._others, self._check = known, others, check
 
     def names(self) -> tuple[str, ...]:

@@ -216,11 +216,7 @@ class RunFolder:
         return self.comparison._table(files.ROUNDS, RoundRow, COMPARISON_COLUMNS) if self.comparison else None
 
     def checked(self) -> RunFolder:
-        """This folder, once all that a report needs is there and is what it must be.
-
-        Raises:
-            InputError: one line that names the missing or wrong file, column or key, and what would be right.
-        """
+        """This folder, once all that a report needs is there and right; else an InputError names what is not."""
         if not self.path.is_dir():
             raise InputError(f"{self.path}: no such folder; give the folder that a finished run wrote")
         if not self.is_finished:

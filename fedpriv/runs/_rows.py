@@ -101,14 +101,7 @@ def read_rows(
 def parse_rows(
     text: str, path: Path, kind: type[RoundRow | ClientRow], columns: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of a table that are whole, as {column: value}; the last may be half written, now or when a run died.
-
-    Args:
-        columns: those that are needed; None for all.
-
-    Raises:
-        InputError: a column is missing, or a line is damaged.
-    """
+    """The whole rows of a table, as {needed column: value}; InputError if damaged, but the last may be half written."""
     types = column_types(kind)
     needed = {name: types[name] for name in (types if columns is None else columns)}
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
@@ -149,12 +142,7 @@ def _parse_cell(name: str, type_: str, text: str | None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """The events of a journal.
-
-    Attributes:
-        last: the last events, at most MAX_EVENTS.
-        num_unreadable: lines that hold no event.
-    """
+    """The last events of a journal, at most MAX_EVENTS, how many there are, and how many lines hold none."""
 
     last: tuple[Mapping[str, Any], ...]
     num_events: int
@@ -211,12 +199,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAnswer:
-    """A prompt with the answers of a variant before and after deduplication, as text.
-
-    Attributes:
-        prompt: as the models read it, without special tokens.
-        before, after: answers of the variant as it was given and as it is stored.
-    """
+    """A prompt, without special tokens, with a variant's answers before and after deduplication, as text."""
 
     variant: str
     prompt: str

@@ -31,13 +31,7 @@ _PACKAGES = ("flwr", "torch", "transformers", "peft", "dp-accounting", "numpy", 
 
 
 class ClientTotals:
-    """Sums over the rows of clients.csv; of many clients and rounds the rows themselves are on disk alone.
-
-    Attributes:
-        bytes_up, bytes_down: {client: of all its rounds}.
-        last_used: {client: the last round that used its upload}.
-        num_malformed: replies that were refused.
-    """
+    """Sums over the rows of clients.csv, and the last round that used each client's upload; rows are on disk alone."""
 
     def __init__(self) -> None:
         self.bytes_up, self.bytes_down = Counter[int](), Counter[int]()
@@ -74,11 +68,7 @@ class RunWriter:
 
     @classmethod
     def started_over(cls, path: Path, config: RunConfig) -> Self:
-        """The writer of a run that keeps nothing of an interrupted attempt in its folder but the files of others.
-
-        Raises:
-            InputError: the folder is a link to one that is not empty.
-        """
+        """The writer of a run that keeps nothing of an interrupted attempt in its folder but the files of others."""
         if path.is_symlink() or not path.exists():
             return cls.created(path, config)
         remove_files(path, (files.CONFIG, files.EVENTS, files.PROGRESS, files.SUMMARY))

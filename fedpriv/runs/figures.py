@@ -159,11 +159,7 @@ def of_this_run(parts: tuple[float, float], limit: tuple[str, float] | None) -> 
 
 
 def _closing_line(summary: Mapping[str, Any]) -> str:
-    """One line that says what a finished run has spent, first on the view that was asked for.
-
-    Args:
-        summary: of a run, with the keys of `RunFolder.checked`; the target of a run of an earlier version is not known.
-    """
+    """One line that says what a finished run has spent, first on the view that was asked for."""
     view = summary["privacy_view"]
     epsilons = {name: summary.get(f"epsilon_{name}_max") for name in told_first(view)}
     others = ", ".join(f"{name} {format_bound(e)}" for name, e in epsilons.items() if name != view and e is not None)

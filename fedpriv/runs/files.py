@@ -94,8 +94,7 @@ def check_version(run_dir: Path) -> None:
 def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """The keys and values of a TOML or JSON file, "inf" of a bound being a number; none if it is optional and missing.
 
-    Raises:
-        InputError: the file is missing, damaged, or holds something else.
+    InputError if it is missing, damaged, or holds something else.
     """
     loads: Callable[[str], Any] = tomllib.loads if path.suffix == ".toml" else _from_json
     try:
@@ -173,12 +172,9 @@ def run_folder_of(path: Path) -> Path:
 
 @contextmanager
 def marked_alive(run_dir: Path) -> Iterator[None]:
-    """While the block runs, `is_alive(run_dir)` is True for all processes on this machine.
+    """While the block runs, `is_alive(run_dir)` is True for all processes here; InputError if another one runs it.
 
     Where the file system has no locks the block runs all the same, and nobody can tell.
-
-    Raises:
-        InputError: another process runs it.
     """
     refuse_second(run_dir)
     file = os.open(run_dir / PRESENCE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

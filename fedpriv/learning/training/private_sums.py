@@ -103,7 +103,7 @@ class PoissonSampler:
         return sampler
 
     def draw(self, num_records: int) -> list[int]:
-        """Indices of the included records; their number varies around its mean, and may be 0. InputError if too many."""
+        """Indices of the included records; their number varies around its mean, down to 0. InputError if too many."""
         if num_records > MOST_ROWS:
             raise InputError(f"records = {num_records}: sums are exact up to {MOST_ROWS}")
         included = self.source.bernoulli(num_records, self.sampling_probability)

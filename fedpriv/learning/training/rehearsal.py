@@ -249,7 +249,7 @@ def _in_this_process(model: TrainingModel) -> Iterator[None]:
 
 @contextmanager
 def left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Within this context no pass may change the model or draw random numbers, by name: a later record would show it."""
+    """Within this context no pass may change the model or draw random numbers: a later record would show it."""
     before = _state(model)
     yield
     after = _state(model)

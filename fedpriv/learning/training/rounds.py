@@ -50,7 +50,7 @@ class RunSchedule:
 
     @staticmethod
     def of(config: RunConfig) -> RunSchedule:
-        """The start of the head, rounds of the head alone, and rounds that train everything; ValueError unless calibrated."""
+        """The start of the head, rounds of the head, and rounds that train everything; ValueError unless calibrated."""
         everything = UpdateSpec.of(config)
         phases = []
         for phase in config.phases:

@@ -83,7 +83,7 @@ class _AttackRow:
 def _draw_generators(
     labels: Indices, background: Indices, class_counts: Indices, num: int, generator: np.random.Generator
 ) -> Indices:
-    """The intruder's guessed training sets, int64 [num, size]: the background S* and a uniform draw of other candidates.
+    """The intruder's guessed training sets, int64 [num, size]: the background S* and a uniform draw of the pool.
 
     The draw keeps the class counts of the true training set: these follow the whole data set's and are not secret.
     """

@@ -85,7 +85,7 @@ class TrainAndTest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Snapshot:
-    """Recurrence and accuracy after some epochs at one epsilon; without a cluster k is 0, and the mean has no metrics."""
+    """Recurrence and accuracy after some epochs at one epsilon; without a cluster k is 0, and the mean untold."""
 
     epochs: int
     epsilon: float

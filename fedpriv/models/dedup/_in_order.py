@@ -30,12 +30,7 @@ _Least = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSearchResult:
-    """The result of a search.
-
-    Attributes:
-        replaced: positions in saliency order whose blocks are replaced; a set that passed validation, or empty.
-        num_validations: calls of `accept`.
-    """
+    """Positions in saliency order whose blocks are replaced, as validation accepted, and how often it was asked."""
 
     replaced: Positions
     num_validations: int

@@ -76,14 +76,9 @@ class AdapterEvaluator:
     def of_run(
         cls, folder: Path, num_records: int | None = None, seed: int | None = None, measure: str = "gradient"
     ) -> AdapterEvaluator:
-        """The evaluator of the run in a folder.
+        """The evaluator of the run in a folder, on its `dedup_records` by its seed unless told otherwise; 0 is all.
 
-        Args:
-            num_records: number of test records to use, 0 for all; None for the run's `dedup_records`.
-            seed: for choosing them; None for the run's.
-
-        Raises:
-            InputError: there is no run, or its data or model are no longer available.
+        InputError if there is no run, or its data or model are no longer available.
         """
         config = read_config(folder)
         number = config.dedup_records if num_records is None else num_records
@@ -119,16 +114,8 @@ class AdapterEvaluator:
     def answers_side_by_side(
         self, outcomes: Sequence[Outcome], given: Callable[[str], Tensors], stored: Callable[[str], Tensors]
     ) -> list[StoredAnswer]:
-        """Answers of the variant that may have lost most, as it was given and as it is stored.
-
-        The questions are the first of the records by which nothing was chosen.
-
-        Args:
-            given: reads a variant's tensors by its name, as they were before it.
-            stored: the same, as they are after it.
-
-        Returns:
-            None of a model that answers nothing, or if nothing was replaced.
+        """Answers of the variant that may have lost most, by tensors as `given` and as `stored`, to the first questions
+        by which nothing was chosen; none of a model that answers nothing, or if nothing was replaced.
         """
         changed = [each for each in outcomes if each.num_replaced and each.loss_limit is not None]
         if not changed or not self._bench.config.generates_answers:

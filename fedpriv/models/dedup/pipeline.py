@@ -272,11 +272,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def store_without_loss(work: Work) -> list[Outcome]:
-    """Store all variants of a deduplication bit for bit, so that none of them is validated or costs more than before.
-
-    Returns:
-        One for each variant, architecture after architecture.
-    """
+    """Store all variants of a deduplication bit for bit, so that none is validated or costs more; by architecture."""
     groups: dict[BlockLayout, list[str]] = {}
     for name in sorted(work.variants):
         groups.setdefault(work.layouts[name], []).append(name)

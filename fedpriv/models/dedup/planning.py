@@ -213,14 +213,7 @@ def read_charges(store: Path) -> list[ValidationCharge]:
 
 
 def add_charges(store: Path, charges: Iterable[ValidationCharge]) -> None:
-    """Add charges, durably when this returns.
-
-    Args:
-        store: its folder, open for writing.
-
-    Raises:
-        StoreError: their file is damaged.
-    """
+    """Add charges to those of a store that is open for writing, durably; StoreError if their file is damaged."""
     known = [*read_charges(store), *charges]
     rows = [{**asdict(charge), "event": events.to_json(charge.event)} for charge in known]
     replace_file(store / CHARGES_FILE, json.dumps({"version": _CHARGES_VERSION, "charges": rows}).encode())

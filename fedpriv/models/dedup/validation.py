@@ -94,10 +94,9 @@ class Evaluator(Protocol):
 
 
 def losses_of(before: Utilities, after: Utilities) -> Utilities:
-    """The loss on each record, 1 at most: that is an answer that was right, or a perplexity that is e times as high.
+    """The loss on each record, 1 at most: a right answer, or a perplexity e times as high; no number counts as lost.
 
-    Without a limit no number of records could exclude that one in many is ruined without end. What is no number counts
-    as lost.
+    Without a limit no number of records could exclude that one in many is ruined without end.
     """
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.clip(before - after, -1.0, 1.0), nan=1.0)

@@ -102,11 +102,7 @@ def _refuse_more_than_factors(name: str, layer: Any) -> None:
 def model_tensors(model: Any) -> dict[str, Tensor]:
     """{llama.cpp's name: float32 values} of a whole model; an output layer that is the embedding is not repeated.
 
-    Args:
-        model: of transformers, with nothing of an adapter's left in it.
-
-    Raises:
-        InputError: llama.cpp has no such model, or computes it otherwise.
+    InputError if llama.cpp has no such model, or computes it otherwise.
     """
     _refuse_other_functions(model.config)
     named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
@@ -114,13 +110,9 @@ def model_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def as_llama_cpp(config: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(llama.cpp's name, values in its order of rows) of tensors of a transformers model.
+    """(llama.cpp's name, values in its order of rows) of named tensors, [out] or [out, any], of a transformers model.
 
-    Args:
-        named: (name, values [out] or [out, any]).
-
-    Raises:
-        InputError: llama.cpp has no such model, or no such tensor in it.
+    InputError if llama.cpp has no such model, or no such tensor in it.
     """
     architecture = architecture_of(config)
     names = get_tensor_name_map(architecture, config.num_hidden_layers)

@@ -102,14 +102,9 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def whole_folder(out: Path, saved: SavedVariant, form: Form) -> Iterator[Path]:
-    """A folder to fill with an export, which gets the card; anyone may read it, and it is complete or not there.
+    """A new folder to fill with an export, which gets the card; anyone may read it, and it is complete or not there.
 
-    Args:
-        out: the folder; must not exist.
-
-    Raises:
-        InputError: the folder exists.
-        OSError: it cannot be written.
+    InputError if it exists, OSError if it cannot be written.
     """
     check_new(out)
     try:
@@ -138,11 +133,7 @@ def _readme(saved: SavedVariant, form: Form) -> str:
 
 
 def merged(loaded: LoadedVariant) -> Any:
-    """The transformers model with the adapter in its weights and the labels in its configuration.
-
-    Args:
-        loaded: the variant, which is of no further use.
-    """
+    """The transformers model with the adapter in its weights and labels in its configuration; takes the variant."""
     model = loaded.peft_model.merge_and_unload()
     # Adapters of whole weights leave a head in its wrapper.
     wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]

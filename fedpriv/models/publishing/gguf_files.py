@@ -62,13 +62,7 @@ _TRIED: tuple[Chat, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An export of GGUF files.
-
-    Attributes:
-        files: their names, and those of what lies with them.
-        has_template: whether the Modelfile has the chat template; else the model's own, in the GGUF file, is left to
-            Ollama.
-    """
+    """The names of an export's files, and whether its Modelfile, or else the GGUF file alone, has the chat template."""
 
     files: tuple[str, ...]
     has_template: bool

@@ -155,14 +155,7 @@ def find(path: Path, *, variant: str = "", model: str = "") -> SavedVariant:
 
 
 def of(reader: VariantFolders | Store, name: str, run: RunFolder, *, model: str = "") -> SavedVariant:
-    """The variant that a reader of variants has under a name.
-
-    Args:
-        run: the folder of its run, or of what else it lies in.
-
-    Raises:
-        InputError, StoreError: it is damaged, or nothing says how it is used.
-    """
+    """The variant of a run, or what else it lies in, that a reader has under a name; an error if it is damaged."""
     if isinstance(reader, VariantFolders):
         return _in_folder(reader.path / name, run, model)
     return _in_store(reader, name, run, model)
@@ -377,14 +370,7 @@ def chat_prompt(chat: ChatFormat, tokenizer: Any, text: str) -> Tokens | None:
 
 
 def prompt_tokens(loaded: LoadedVariant, prompt: str, number: int) -> Tokens:
-    """The tokens of a prompt.
-
-    Args:
-        loaded: a causal model.
-
-    Raises:
-        InputError: it cannot be read, or leaves no room for an answer.
-    """
+    """The tokens of a causal model's prompt; InputError if it cannot be read, or leaves no room for an answer."""
     reading, tokenizer = loaded.saved.reading, loaded.tokenizer
     if reading.instructs:
         tokens = chat_prompt(reading.chat, tokenizer, prompt) or ()

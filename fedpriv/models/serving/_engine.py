@@ -62,12 +62,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class _Stacked:
-    """The tensors of a pass's rows.
-
-    Attributes:
-        rows: whose they are; one stands for all rows if they are all of it.
-        tensors: {name: [rows or 1, *shape]}.
-    """
+    """The tensors of a pass's rows, {name: [rows or 1, *shape]}; one stands for all rows if they are all of it."""
 
     rows: tuple[Weights, ...] = ()
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -163,11 +158,7 @@ class SharedBase:
 
     @torch.inference_mode()
     def embed(self, rows: Sequence[Weights], texts: Sequence[Tokens]) -> Tensor:
-        """The vectors of texts, float32 [rows, hidden] at length 1, each as its own variant pools it for its head.
-
-        Args:
-            rows, texts: see `classify`; the base `embeds`.
-        """
+        """The vectors of texts, float32 [rows, hidden] of length 1, as each row's own variant pools for its head."""
         with self._using(rows):
             read, _ = vectors(self._base, **self._padded_texts(texts))
         return F.normalize(read, dim=-1).cpu()
@@ -256,14 +247,7 @@ class SharedBase:
 
 
 def _added(output: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The output of a base layer plus what the rows' own factors add.
-
-    Args:
-        output: [rows, tokens, out], changed in place where it is float32.
-        x: [rows, tokens, in].
-        a: float32 [rows or 1, rank, in].
-        b: float32 [rows or 1, rank, out], scaled.
-    """
+    """The output, [rows, tokens, out], changed in place if float32, plus x A^T B, of [rows or 1, rank, ...] each."""
     narrow = x.to(a.dtype)
     if len(a) == 1:
         added = F.linear(narrow, a[0]) @ b[0]

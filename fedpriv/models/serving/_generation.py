@@ -31,12 +31,7 @@ _ROOM = 64
 
 @dataclass(eq=False)
 class _Answer:
-    """An answer that grows.
-
-    Attributes:
-        num_of_turn: tokens since it got its row.
-        untold: its tokens whose text was not given yet, if they are to be told.
-    """
+    """An answer that grows; `untold` are its tokens whose text was not given yet, if they are to be told."""
 
     job: ServingJob
     request: Generate

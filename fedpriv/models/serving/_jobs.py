@@ -32,12 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class ServingJob:
-    """A request under way.
-
-    Attributes:
-        texts: its tokens: those to classify, or one prompt.
-        over: whether it was answered, has failed or was given up: nothing is told any more.
-    """
+    """A request under way, its texts' tokens, and whether it is over: answered, failed or given up."""
 
     request: Request
     texts: tuple[Tokens, ...]

@@ -113,12 +113,7 @@ class Tokenizing:
             raise ServingError("messages: the model's chat template does not take them") from None
 
     def encode_choice(self, prompt: str, choice: str) -> tuple[Tokens, Tokens]:
-        """The tokens of a prompt, put as in training, and those of an answer to it with its end of turn.
-
-        Raises:
-            TooLongError: they have too many characters.
-            ServingError: template or tokenizer refuse them.
-        """
+        """The tokens of a prompt, put as in training, and of an answer with its end of turn; errors as `encode`."""
         if (num := len(prompt) + len(choice)) > self.most_characters:
             raise TooLongError(f"a prompt and a choice have {num} characters: at most {self.most_characters}")
         with self._lock:

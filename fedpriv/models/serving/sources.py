@@ -60,12 +60,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedBase:
-    """The frozen base, ready to run.
-
-    Attributes:
-        model: with an adapter like the variants'.
-        ends: tokens that end a causal model's answer.
-    """
+    """The frozen base, ready to run: with an adapter like the variants', and the tokens that end an answer."""
 
     model: TrainingModel
     tokenizer: Any
@@ -128,11 +123,7 @@ def _first(
 
 
 def load(source: Source) -> LoadedBase:
-    """The base of the variants, in the format of the run's configuration; no data are read.
-
-    Raises:
-        InputError: it cannot be loaded, or is not the one that the variants were trained on.
-    """
+    """The base of the variants, in the format of the run's configuration; InputError if it cannot be had."""
     like = source.like
     with saved.fitting(like):
         normalize = normalizes(like.pooling)
@@ -267,13 +258,7 @@ def _bytes_of(variants: Iterable[Weights]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStatistics:
-    """Counts of a cache's work so far.
-
-    Attributes:
-        hits: requests for variants that were in memory.
-        misses: requests for which something was read.
-        bytes_in_memory: of the variants in memory; what several have in common counts once.
-    """
+    """Hits and misses of a cache so far, and the bytes in memory; what several variants have in common counts once."""
 
     hits: int = 0
     misses: int = 0

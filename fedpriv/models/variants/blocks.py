@@ -38,12 +38,7 @@ CATALOGUE = np.dtype([("block", "<i8"), ("sha256", "u1", (32,))])
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's name, shape and dtype.
-
-    Attributes:
-        shape: () for a single value; a dimension may be 0.
-        dtype: NumPy's name, one of `DTYPES`.
-    """
+    """A tensor's name, shape, () for a single value, and dtype, one of `DTYPES`."""
 
     name: str
     shape: tuple[int, ...]
@@ -127,16 +122,9 @@ class BlockLayout:
         return blocks + sum(extra.num_bytes for extra in self.extras)
 
     def to_blocks(self, tensors: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], Tensors]:
-        """The model as blocks, copied, and its extras, which are the arrays given.
+        """The model as blocks [num_blocks, block_size] of `dtype`, copied, and {name: extra}, the arrays given.
 
-        Args:
-            tensors: of this layout, in any memory order.
-
-        Returns:
-            ([num_blocks, block_size] of `dtype`, {name: extra}).
-
-        Raises:
-            InputError: the tensors have another layout; names the first that differs.
+        InputError if the tensors have another layout, by the first that differs.
         """
         if difference := self.difference(layout_of(tensors, self.block_size, self.dtype)):
             raise InputError(f"tensors: another architecture: {difference}")
@@ -148,15 +136,7 @@ class BlockLayout:
         return blocks, extras
 
     def from_blocks(self, blocks: NDArray[Any], extras: Mapping[str, NDArray[Any]]) -> Tensors:
-        """The model's tensors, as views of its blocks and as the extras given.
-
-        Args:
-            blocks: [num_blocks, block_size] of `dtype`, contiguous.
-            extras: as this layout has them.
-
-        Raises:
-            InputError: blocks or extras are not of this layout.
-        """
+        """The model's tensors, as views of contiguous blocks and as the extras given; InputError of another layout."""
         if mismatch := self.mismatch(blocks, extras):
             raise InputError(mismatch)
         return {tensor.name: self._view(blocks, tensor) for tensor in self.tensors if tensor.name in self.blocked} | {
@@ -185,11 +165,7 @@ class BlockLayout:
 
 
 def tensors_in(content: bytes) -> Tensors:
-    """The tensors of a safetensors file; unlike `safetensors.numpy.load`, of bfloat16 too.
-
-    Raises:
-        ValueError: it is none, or a tensor is of a type that is none of `DTYPES`; one line.
-    """
+    """The tensors of a safetensors file, unlike `safetensors.numpy.load` of bfloat16 too; ValueError if it is none."""
     try:
         found = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
@@ -203,15 +179,7 @@ def tensors_in(content: bytes) -> Tensors:
 
 
 def layout_of(tensors: Mapping[str, NDArray[Any]], block_size: int, dtype: str = "float32") -> BlockLayout:
-    """The layout of a model's tensors; two models of one architecture have equal layouts.
-
-    Args:
-        block_size: values in a block, >= 1.
-        dtype: of the tensors that are cut into blocks.
-
-    Raises:
-        InputError: as `BlockLayout`.
-    """
+    """The layout of a model's tensors, equal for models of one architecture; InputError as `BlockLayout`."""
     return BlockLayout(block_size=block_size, dtype=dtype, tensors=_specs(tensors))
 
 
@@ -348,13 +316,7 @@ class NumberedBlocks:
 
 
 def number_blocks(blocks: NDArray[Any], known: Mapping[bytes, int], next_block: int) -> NumberedBlocks:
-    """Blocks numbered by content: a known block keeps its number, others are numbered from `next_block` on.
-
-    Args:
-        blocks: [k, block_size].
-        known: {SHA-256 of a block: its number}.
-        next_block: above all known numbers.
-    """
+    """[k, block_size] numbered by content: one {SHA-256: number} keeps its number, others go on from `next_block`."""
     digests = [hashlib.sha256(block).digest() for block in np.ascontiguousarray(blocks).view(np.uint8)]
     first_index: dict[bytes, int] = {}
     for index, digest in enumerate(digests):

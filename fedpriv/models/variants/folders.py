@@ -251,11 +251,7 @@ def to_json(described: Described) -> dict[str, Any]:
 
 
 def from_json(fields: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Described:
-    """The description in the content of a `variant.json`, with the files that say how the variant is used.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none, or has an unknown version.
-    """
+    """The description in the content of a `variant.json`, with the files that say how it is used, or an error."""
     if fields["version"] != VERSION:
         raise ValueError(f"version = {fields['version']!r}: this fedpriv reads version {VERSION}")
     uploads = fields["uploads"]

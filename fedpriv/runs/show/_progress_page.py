@@ -135,11 +135,7 @@ class RunPage:
         self.reason = ""
 
     def __call__(self, path: Path, timing: Timing) -> str:
-        """The page as HTML; all text from the folder is escaped, and only the plots are markup.
-
-        Raises:
-            InputError: the folder holds no run, or one of its files is damaged.
-        """
+        """The page as HTML, all text from the folder escaped; InputError if it holds no run, or a file is damaged."""
         folder = RunFolder(path)
         status = status_of(folder)
         if self.reason and status.state == "running":

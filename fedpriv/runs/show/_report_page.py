@@ -449,11 +449,7 @@ def _latex(text: str) -> str:
 
 
 def write_paper(run_dir: Path, out: Path) -> list[Path]:
-    """Write `run.tex` and plots in PDF of a finished run for a paper into a folder, and return their paths.
-
-    Raises:
-        InputError: the run is not finished, or its folder is damaged.
-    """
+    """Write `run.tex` and plots in PDF of a finished run for a paper into a folder, and return their paths."""
     run = RunFolder(run_dir).checked()
     paper, summary = paper_of(run), run.summary
     out.mkdir(parents=True, exist_ok=True)

@@ -40,15 +40,7 @@ _PAUSE_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRun:
-    """A run of a sweep.
-
-    Attributes:
-        key: names its folder.
-        varied: {configuration key: value} of what differs between runs.
-        state: `waiting`, `failed` or one of `RunStatus.state`.
-        status: None as long as there is none.
-        perplexity: of a language model after the last round; None if unknown.
-    """
+    """A run of a sweep, by the name of its folder; `waiting`, `failed` or in one of `RunStatus.state`."""
 
     key: str
     varied: Mapping[str, Any]
@@ -59,10 +51,9 @@ class SweepRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """An upper bound of what any record has spent over all runs and earlier attempts, on the `local` view.
+    """What any record has spent at most, over all runs and earlier attempts, on the `local` view.
 
     Attributes:
-        epsilon, delta: together.
         composed: whether the sweep's own table has composed the events; else the runs' figures are added.
     """
 
@@ -87,15 +78,7 @@ def is_sweep(folder: Path) -> bool:
 
 
 def read_sweep(folder: Path, *, now: float) -> SweepStatus:
-    """The sweep in the folder.
-
-    Args:
-        folder: of a sweep, whose runs may be writing to it.
-        now: seconds since the epoch.
-
-    Raises:
-        InputError: the plan is damaged.
-    """
+    """The sweep in a folder, whose runs may be writing to it, at seconds since the epoch; InputError for a bad plan."""
     title, planned = _planned(folder)
     runs = tuple(_run(folder, key, varied, now) for key, varied in planned.items())
     earlier = (_status(RunFolder(path, now=now)) for path in sorted((folder / files.UNFINISHED).glob("*")))

@@ -249,12 +249,7 @@ def _trained_on(summary: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfusionTable:
-    """A confusion matrix to be shown.
-
-    Attributes:
-        rows: a row for each true class: its name, its number of records, and for each predicted class the number and
-            the share of the row, in [0, 1].
-    """
+    """A confusion matrix: each true class, its number of records, and number and share of each prediction."""
 
     labels: tuple[str, ...]
     rows: tuple[tuple[str, int, tuple[tuple[int, float], ...]], ...]

@@ -83,11 +83,7 @@ class MlflowRun:
         self.client.log_batch(self.id, tags=[RunTag(key, value) for key, value in facts.items()])
 
     def log_files(self, folder: Path) -> None:
-        """Send artifacts.
-
-        Raises:
-            InputError: a server elsewhere names a folder of this machine; it could have any file here overwritten.
-        """
+        """Send artifacts, but none to a server elsewhere that names a folder here, where it could overwrite any file."""
         uri = self.client.get_run(self.id).info.artifact_uri
         is_remote = urlsplit(self.client.tracking_uri).scheme in ("http", "https")
         if is_remote and urlsplit(uri).scheme in ("", "file"):
@@ -168,11 +164,7 @@ def _experiment(client: Any, sweep: str | None, artifacts: str | None = None) ->
 
 @dataclass(frozen=True)
 class TensorboardRun:
-    """A folder of event files; each process writes one of its own.
-
-    Attributes:
-        id: the folder, from the run's: a run may be moved and resumed.
-    """
+    """A folder of event files, one of each process; its id counts from the run's: a run may be moved and resumed."""
 
     folder: Path
     name: str

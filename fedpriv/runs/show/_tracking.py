@@ -179,12 +179,7 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The last round that a tracker has been told, kept in tracker.json in the run's folder.
-
-    Attributes:
-        round: the last one that it knows; -1 for none.
-        finished: whether it knows the final figures and has the files.
-    """
+    """The last round that a tracker has been told, -1 for none, and whether it has all, in the run's tracker.json."""
 
     tracker: str
     run: str = ""
@@ -211,14 +206,7 @@ class RunTeller:
         self._run: TrackedRun | None = None
 
     def __call__(self, ending: Ending | None) -> None:
-        """Tell what the tracker does not know yet.
-
-        Args:
-            ending: of the run, once there will be no other call; all files of a finished one are written.
-
-        Raises:
-            Exception: the tracker's.
-        """
+        """Tell what the tracker does not know yet, and how the run ended, if it has; raises what the tracker raises."""
         if self._position.finished or not (self._folder / files.CONFIG).is_file():
             return
         look = RunFolder(self._folder)

@@ -266,11 +266,7 @@ def _wrong(error: ErrorDetails) -> str:
 
 
 def checked(asked: Asked, limits: RequestLimits) -> int:
-    """The number of inputs for which a request counts: its answers, or more if it wants many log-probabilities.
-
-    Raises:
-        RefusalError: parameters contradict each other, or are more than the server allows.
-    """
+    """The number of inputs that a request counts for: answers, or more for many scores; RefusalError beyond limits."""
     for name in ("max_tokens", "max_completion_tokens"):
         wanted = getattr(asked, name, None)
         if wanted is not None and wanted > limits.max_new_tokens:

@@ -68,14 +68,7 @@ _Of = TypeVar("_Of", Classified, Embedded)
 def create_app(
     serving: Scheduler, cards: Cards, tokens: Tokens, limits: RequestLimits, aliases: Mapping[str, str] | None = None
 ) -> FastAPI:
-    """The ASGI application of a server.
-
-    Args:
-        aliases: {other name: variant}.
-
-    Raises:
-        InputError: an alias cannot stand for its variant.
-    """
+    """The ASGI application of a server, with {other name: variant}; InputError if an alias cannot stand for its one."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     in_flight = InFlight(limits.requests_per_token, limits.inputs_per_token)
     metrics = ServerMetrics(serving.statistics, lambda: in_flight.num_requests)

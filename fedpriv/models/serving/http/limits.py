@@ -123,11 +123,7 @@ class InFlight:
 
 
 def capped(scope: Scope, receive: Receive, most_bytes: int) -> Receive:
-    """A `receive` that refuses a body as soon as it is known to be longer.
-
-    Raises:
-        RefusalError: its stated length is; what it returns raises it, too.
-    """
+    """A `receive` that refuses a body as soon as it is known, as its stated length may tell at once, to be longer."""
     refusal = RefusalError(413, f"The body has more than {most_bytes} bytes.", code="body_too_large")
     stated = values_of(scope, b"content-length")
     # The protocol's parser let only digits through; a very long number is not read as one.

@@ -107,12 +107,9 @@ def named_host(scope: Scope) -> str:
 
 
 def check_local_name(scope: Scope) -> None:
-    """Refuse a request to a server on loopback by a name that is not its own.
+    """Refuse a request to a server on loopback by a name that is not its own, with a RefusalError.
 
     Only this machine reaches such a server, but so does a page in its browser, by a name of its own site.
-
-    Raises:
-        RefusalError: it is such a request.
     """
     address, _ = scope.get("server") or ("", None)
     if _is_loopback(address) and named_host(scope) not in (*_LOCAL, address, f"[{address}]"):

@@ -64,14 +64,7 @@ ANYONE = Token(name="anyone", sha256="0" * 64, variants=("*",), metrics=True)
 
 
 class Tokens:
-    """The tokens of a server, which may be read again while it runs.
-
-    Args:
-        path: of their file; None lets anyone use everything.
-
-    Raises:
-        InputError: see `read`.
-    """
+    """The tokens in a file, which may be read again while the server runs (see `read`); None lets anyone do all."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -103,11 +96,7 @@ class Tokens:
 
 
 def read(path: Path) -> tuple[Token, ...]:
-    """The tokens in a file.
-
-    Raises:
-        InputError: it is missing or malformed, others can open it, or two tokens have one name or digest.
-    """
+    """The tokens in a file; InputError if it is missing, malformed, open to others, or has a name or digest twice."""
     tokens = tuple(_token(path, entry) for entry in _entries(path))
     for values in ([token.name for token in tokens], [token.sha256 for token in tokens]):
         if twice := sorted({value for value in values if values.count(value) > 1}):
