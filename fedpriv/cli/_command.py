@@ -150,13 +150,14 @@ class OneOf(click.types.StringParamType):
         return text
 
 
-SeparatorOption = Annotated[
-    str,
-    typer.Option(help="Of a CSV file; with auto its header decides.", click_type=OneOf("fedpriv.config:Separator")),
-]
-EncodingOption = Annotated[
-    str, typer.Option(help="Of a CSV or JSONL file.", click_type=OneOf("fedpriv.config:Encoding"))
-]
+def one_of(known: str, text: str, *names: str, check: bool = True) -> Any:
+    """An option, called by these names if any, that takes one of the library's; see `OneOf`."""
+    return typer.Option(*names, click_type=OneOf(known, check=check), help=text)
+
+
+# What `OneOf` has checked is a `Literal` of the library.
+SeparatorOption = Annotated[Any, one_of("fedpriv.config:Separator", "Of a CSV file; with auto its header decides.")]
+EncodingOption = Annotated[Any, one_of("fedpriv.config:Encoding", "Of a CSV or JSONL file.")]
 
 
 def result_of(option: str, name: str) -> Any:

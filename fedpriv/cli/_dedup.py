@@ -17,11 +17,11 @@ import typer
 from fedpriv.cli._command import (
     AsJson,
     ModelName,
-    OneOf,
     Result,
     StorePath,
     check_new_file,
     command,
+    one_of,
     result_of,
     show,
     table,
@@ -40,22 +40,16 @@ app = typer.Typer(no_args_is_help=True, help="Store the variants of a model by t
 Folder = Annotated[Path, typer.Argument(help="Folder with a folder for each variant, each with a variant.json.")]
 
 
-def _named(known: str, text: str, *, check: bool = True) -> Any:
-    """An option that takes one of the library's names."""
-    return typer.Option(click_type=OneOf(f"fedpriv.models.dedup{known}", check=check), help=text)
-
-
+_DEDUP = "fedpriv.models.dedup"
 Strategy = Annotated[
-    str, _named(":Strategy", "One base for each variant; several; or several, which may themselves have bases.")
+    str, one_of(f"{_DEDUP}:Strategy", "One base for each variant; several; or several, which may have bases too.")
 ]
 Fairness = Annotated[
-    str,
-    _named(
-        ":Fairness",
-        "Keep the order of epsilons by cutting every bound, or by giving up variants that would overtake others.",
-    ),
+    str, one_of(f"{_DEDUP}:Fairness", "Keep the order of epsilons by cutting every bound, or by giving up variants.")
 ]
-Algorithm = Annotated[str, _named(".algorithms:METHODS", "The search for blocks to replace; or lossless.", check=False)]
+Algorithm = Annotated[
+    str, one_of(f"{_DEDUP}.algorithms:METHODS", "The search for blocks to replace; or lossless.", check=False)
+]
 EpsilonBound = Annotated[
     float | None, typer.Option(help="By how much epsilon may rise; by default each variant's own bound.", min=0)
 ]
@@ -152,13 +146,13 @@ def run(
         typer.Option("-o", help="key=value, an option of the algorithm, or cutoff=NUM of private validation; repeats."),
     ] = None,
     acceptance: Annotated[
-        str, _named(".planning:Acceptance", "By a proof; or, unproven, by what the records of the search lose.")
+        str, one_of(f"{_DEDUP}.planning:Acceptance", "By a proof; or, unproven, by what the search's records lose.")
     ] = "proof",
     saliency: Annotated[
-        str, _named(".saliency:MEASURES", "As a run measures it; a FUNCTION has its own.")
+        str, one_of(f"{_DEDUP}.saliency:MEASURES", "As a run measures it; a FUNCTION has its own.")
     ] = "gradient",
-    aggregation: Annotated[str, _named(".saliency:AGGREGATIONS", "Of a block's saliency.")] = "l2",
-    distance: Annotated[str, _named(".distance:METRICS", "Of blocks.")] = "l2",
+    aggregation: Annotated[str, one_of(f"{_DEDUP}.saliency:AGGREGATIONS", "Of a block's saliency.")] = "l2",
+    distance: Annotated[str, one_of(f"{_DEDUP}.distance:METRICS", "Of blocks.")] = "l2",
     strategy: Strategy = "single",
     fairness: Fairness = "bounds",
     epsilon_bound: EpsilonBound = None,

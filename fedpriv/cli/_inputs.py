@@ -75,12 +75,7 @@ def check_data(
     """
     from fedpriv.learning.data import Roles, read_table
 
-    table = read_table(
-        file,
-        key="file",
-        separator=separator,  # type: ignore[arg-type]  # checked by the option
-        encoding=encoding,  # type: ignore[arg-type]
-    )
+    table = read_table(file, key="file", separator=separator, encoding=encoding)
     if prompt or response or messages:
         asked: dict[str, Any] = {"prompt_column": prompt, "response_column": response, "messages_column": messages}
         asked |= {"data": file, "system_prompt": system, "prompt_template": template}
@@ -220,12 +215,7 @@ def lines(
     """
     from fedpriv.learning.data import write_lines
 
-    num_records = write_lines(
-        file,
-        out,
-        separator=separator,  # type: ignore[arg-type]  # checked by the option
-        encoding=encoding,  # type: ignore[arg-type]
-    )
+    num_records = write_lines(file, out, separator=separator, encoding=encoding)
     return Result({"records": num_records, "file": str(out)}, [f"{num_records} records in {out}"])
 
 

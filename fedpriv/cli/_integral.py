@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import EncodingOption, OneOf, Result, SeparatorOption, command
+from fedpriv.cli._command import EncodingOption, Result, SeparatorOption, command, one_of
 from fedpriv.cli._command import table as rows_of
 from fedpriv.errors import InputError
 from fedpriv.files import is_free
@@ -31,42 +31,21 @@ app = typer.Typer(
 
 DataFile = Annotated[Path, typer.Argument(help="CSV with a header, gzip allowed.")]
 Target = Annotated[str, typer.Option(help="Column with the class.")]
-Architecture = Annotated[
-    str,
-    typer.Option(click_type=OneOf("fedpriv.methods.integral:HIDDEN"), help="A perceptron of the paper."),
-]
+_ROOM = "fedpriv.methods.integral"
+Architecture = Annotated[str, one_of(f"{_ROOM}:HIDDEN", "A perceptron of the paper.")]
 Epochs = Annotated[int, typer.Option(help="Passes over a subsample.", min=1)]
 BatchSize = Annotated[int, typer.Option(help="Records in a step.", min=1)]
 LearningRate = Annotated[float, typer.Option(help="> 0.")]
-Optimizer = Annotated[
-    str,
-    typer.Option(click_type=OneOf("fedpriv.methods.integral:OPTIMIZERS"), help="At PyTorch's defaults."),
-]
+Optimizer = Annotated[Any, one_of(f"{_ROOM}:OPTIMIZERS", "At PyTorch's defaults.")]
 Measure = Annotated[
-    str,
-    typer.Option(
-        click_type=OneOf("fedpriv.methods.integral:Measure"),
-        help="Distance of two models: the largest difference of a weight, the norm of all, or their mean size.",
-    ),
+    Any,
+    one_of(f"{_ROOM}:Measure", "Of models: the largest difference of a weight, the norm of all, or their mean."),
 ]
 Clustering = Annotated[
-    str,
-    typer.Option(
-        click_type=OneOf("fedpriv.methods.integral:Linkage"),
-        help="What epsilon bounds: distances to a cluster's first member, as published, or of every pair.",
-    ),
+    Any, one_of(f"{_ROOM}:Linkage", "Epsilon bounds distances to a cluster's first member, as published, or every one.")
 ]
-Comparison = Annotated[
-    str,
-    typer.Option(
-        click_type=OneOf("fedpriv.methods.integral.attack:Comparison"),
-        help="How the intruder compares models with the target.",
-    ),
-]
-Scaling = Annotated[
-    str,
-    typer.Option(click_type=OneOf("fedpriv.methods.integral.tabular:Scaling"), help="Of numeric columns."),
-]
+Comparison = Annotated[Any, one_of(f"{_ROOM}.attack:Comparison", "How the intruder compares models with the target.")]
+Scaling = Annotated[str, one_of(f"{_ROOM}.tabular:Scaling", "Of numeric columns.")]
 Drop = Annotated[
     list[str] | None, typer.Option(help="Column that must not be a feature, such as an id; may be repeated.")
 ]
@@ -134,8 +113,8 @@ def select_models(
     settings = SelectionSettings(
         subsample_size=subsample_size,
         epsilon=epsilon,
-        measure=measure,  # type: ignore[arg-type]  # checked by the option
-        clustering=clustering,  # type: ignore[arg-type]  # checked by the option
+        measure=measure,
+        clustering=clustering,
         top=top,
         align=align,
         schedule=_schedule(epochs, batch_size, learning_rate, optimizer),
@@ -199,11 +178,11 @@ def attack(
         num_subsamples=subsamples,
         num_best=best,
         num_trials=trials,
-        comparison=comparison,  # type: ignore[arg-type]  # checked by the option
+        comparison=comparison,
     )
     plan = AttackPlan(
         epsilon=epsilon,
-        clustering=clustering,  # type: ignore[arg-type]  # checked by the option
+        clustering=clustering,
         schedule=_schedule(epochs, batch_size, learning_rate, "sgd"),
         overfit_epochs=overfit_epochs,
         dp_epsilons=tuple(dp_epsilon or (0.1, 0.5, 1.0)),
@@ -256,7 +235,7 @@ def sample_size_advice(
 
 
 def _table_and_network(
-    path: Path, target: str, architecture: str, separator: str, encoding: str, *, seed: int = 0, **options: Any
+    path: Path, target: str, architecture: str, separator: Any, encoding: Any, *, seed: int = 0, **options: Any
 ) -> tuple[PreparedTable, nn.Sequential]:
     """The CSV as features, fitted on its training part, and a network for them with its initial weights."""
     import pandas as pd
@@ -264,11 +243,7 @@ def _table_and_network(
     from fedpriv.learning.data import read_table
     from fedpriv.methods.integral import perceptron, prepare
 
-    table = read_table(
-        str(path),
-        separator=separator,  # type: ignore[arg-type]  # checked by the option
-        encoding=encoding,  # type: ignore[arg-type]
-    )
+    table = read_table(str(path), separator=separator, encoding=encoding)
     frame = pd.DataFrame(table.columns)
     for name in table.decimal_commas:
         frame[name] = frame[name].str.replace(",", ".")
@@ -276,16 +251,11 @@ def _table_and_network(
     return found, perceptron(architecture, found.train_features.shape[1], len(found.classes), seed=seed)
 
 
-def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: str) -> TrainingSchedule:
+def _schedule(epochs: int, batch_size: int, learning_rate: float, optimizer: Any) -> TrainingSchedule:
     """The training schedule that the options describe."""
     from fedpriv.methods.integral import TrainingSchedule
 
-    return TrainingSchedule(
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        optimizer=optimizer,  # type: ignore[arg-type]  # checked by the option
-    )
+    return TrainingSchedule(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, optimizer=optimizer)
 
 
 def about_table(table: PreparedTable) -> dict[str, Any]:

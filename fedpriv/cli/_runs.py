@@ -16,12 +16,12 @@ from fedpriv.cli._command import (
     AsJson,
     EncodingOption,
     ModelName,
-    OneOf,
     Result,
     SavedModel,
     SeparatorOption,
     VariantName,
     check_new_file,
+    one_of,
     show,
     table,
 )
@@ -113,11 +113,7 @@ def export(
         str, typer.Option(help="With --gguf: the LoRA adapter, or the whole model, alone.", metavar="[adapter|model]")
     ] = "",
     precision: Annotated[
-        str,
-        typer.Option(
-            help="With --gguf: of the whole model's matrices.",
-            click_type=OneOf("fedpriv.models.publishing.card:Precision"),
-        ),
+        Any, one_of("fedpriv.models.publishing.card:Precision", "With --gguf: of the whole model's matrices.")
     ] = "float16",
 ) -> Result:
     """Write a run's model as a folder that loads without fedpriv and answers as `fedpriv predict` does.
@@ -149,7 +145,7 @@ def export(
     return Result(values, [f"{out}: {found.name} as a {form} model; {out / 'README.md'} shows how to use it"])
 
 
-def _export_gguf(found: SavedVariant, out: Path, only: str, precision: str) -> Result:
+def _export_gguf(found: SavedVariant, out: Path, only: str, precision: Any) -> Result:
     try:
         from fedpriv.models.publishing import gguf_files
     except ModuleNotFoundError as error:
@@ -164,7 +160,7 @@ def _export_gguf(found: SavedVariant, out: Path, only: str, precision: str) -> R
     if only == "adapter" and precision != "float16":
         raise InputError(f"precision = {precision!r}: a LoRA is in float32 whatever it is; leave it out")
     gguf_files.check(found)
-    done = gguf_files.export(saved.load(found), out, form=forms[only], precision=precision)  # type: ignore[arg-type]
+    done = gguf_files.export(saved.load(found), out, form=forms[only], precision=precision)
     values: dict[str, Any] = {"out": str(out), "variant": found.name, "library": "gguf", "files": done.files}
     values |= {"modelfile_has_template": done.has_template}
     lines = [f"{out}: {found.name} as {', '.join(done.files)}; {out / 'README.md'} shows how to use them"]
@@ -318,7 +314,7 @@ def predict(
     return Result(values | {"predictions": [_as_object(row, found.labels) for row in rows]}, [table.rstrip("\n")])
 
 
-def _asked(asked: str, text: str, pair: str, choices: list[str], *, separator: str, encoding: str) -> _Asked:
+def _asked(asked: str, text: str, pair: str, choices: list[str], *, separator: Any, encoding: Any) -> _Asked:
     """The texts of the command line, or of the file that it names."""
     from fedpriv.learning.data import FORMATS, read_table, suffix_of
 
@@ -332,12 +328,7 @@ def _asked(asked: str, text: str, pair: str, choices: list[str], *, separator: s
                 "looks like a name with a blank at its end"
             )
         return _Asked(texts=[asked], pairs=[pair] if pair else None, choices=[_choices(choices)] if choices else None)
-    table = read_table(
-        asked,
-        key="FILE",
-        separator=separator,  # type: ignore[arg-type]  # checked by the option
-        encoding=encoding,  # type: ignore[arg-type]
-    )
+    table = read_table(asked, key="FILE", separator=separator, encoding=encoding)
     named = [("--text", text), *([("--pair", pair)] if pair else []), *(("--choices", name) for name in choices)]
     for option, name in named:
         if name not in table.columns:

@@ -7,17 +7,14 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 import click
 import typer
 from typer.core import TyperGroup
 
-from fedpriv.cli._command import AsJson, OneOf, Result, command, show
+from fedpriv.cli._command import AsJson, Result, command, one_of, show
 from fedpriv.errors import InputError
-
-if TYPE_CHECKING:
-    from fedpriv.config import BaseFormat
 
 
 class _ServesByDefault(TyperGroup):
@@ -42,8 +39,7 @@ def run(
     memory: Annotated[str, typer.Option(help="Bound on the variants in memory, such as 2GB.")] = "2GB",
     model: Annotated[str, typer.Option(help="The base model; by default the one that the run names.")] = "",
     base_dtype: Annotated[
-        str,
-        typer.Option(click_type=OneOf("fedpriv.config:BaseFormat"), help="Format of the base; auto takes the run's."),
+        Any, one_of("fedpriv.config:BaseFormat", "Format of the base; auto takes the run's.")
     ] = "auto",
     tokens: Annotated[Path | None, typer.Option(help="File of bearer tokens, see `fedpriv serve new-token`.")] = None,
     alias: Annotated[
@@ -123,7 +119,7 @@ def run(
         source,
         memory_bytes=memory_bytes,
         max_waiting=queue,
-        base_dtype=cast("BaseFormat", base_dtype),
+        base_dtype=base_dtype,
         model=model,
         check=partial(check_aliases, {alias: name for alias, name in aliases.items() if name != BASE}),
     )

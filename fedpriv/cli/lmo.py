@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedpriv.cli._command import OneOf, Result, check_new_file, command, entries, table
+from fedpriv.cli._command import Result, check_new_file, command, entries, one_of, table
 from fedpriv.errors import InputError
 from fedpriv.files import read_text, write_new
 
@@ -17,31 +17,14 @@ Delta = Annotated[float, typer.Option(help="In (0, 1); the paper's is 1e-10.")]
 Steps = Annotated[int, typer.Option(help="Noisy steps that share the budget.", min=1)]
 Sampling = Annotated[float, typer.Option(help="q = B / N_k, in (0, 1].")]
 Sensitivity = Annotated[float, typer.Option(help="L2, in units of the clip norm.")]
+_PRIVACY, _SEARCH = "fedpriv.privacy.accounting", "fedpriv.methods.lmo.search"
 Combination = Annotated[
-    Any,
-    typer.Option(
-        click_type=OneOf("fedpriv.privacy.accounting.lmo_parameters:Combination"),
-        help="How the parts are combined: by weights that sum to one, or by factors.",
-    ),
+    Any, one_of(f"{_PRIVACY}.lmo_parameters:Combination", "Of the parts: by weights that sum to one, or by factors.")
 ]
-Parts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--part", click_type=OneOf("fedpriv.methods.lmo.search:PARTS"), help="May be repeated; by default all."
-    ),
-]
-Objective = Annotated[
-    Any,
-    typer.Option(
-        click_type=OneOf("fedpriv.methods.lmo.search:Objective"), help="What makes one noise better than another."
-    ),
-]
+Parts = Annotated[list[str] | None, one_of(f"{_SEARCH}:PARTS", "May be repeated; by default all.", "--part")]
+Objective = Annotated[Any, one_of(f"{_SEARCH}:Objective", "What makes one noise better than another.")]
 Accounting = Annotated[
-    Any,
-    typer.Option(
-        click_type=OneOf("fedpriv.privacy.accounting.lmo_parameters:LmoAccounting"),
-        help="published is no guarantee for a vector.",
-    ),
+    Any, one_of(f"{_PRIVACY}.lmo_parameters:LmoAccounting", "published is no guarantee for a vector.")
 ]
 Ranges = Annotated[
     Path | None, typer.Option(help="JSON file that maps names to lists of low and high.", exists=True, dir_okay=False)
@@ -54,10 +37,7 @@ def account(
     params: Params,
     order: Annotated[float | None, typer.Option(help="Renyi order alpha > 1, unless u stays hidden.")] = None,
     observer: Annotated[
-        str,
-        typer.Option(
-            click_type=OneOf("fedpriv.privacy.accounting.lmo_renyi:Observer"), help="Who sees what of a release."
-        ),
+        str, one_of(f"{_PRIVACY}.lmo_renyi:Observer", "Who sees what of a release.")
     ] = "noise-and-scale",
     dimension: Annotated[int, typer.Option(help="Coordinates that are noised.", min=1)] = 1,
     sensitivity: Sensitivity = 1.0,

@@ -83,7 +83,7 @@ class MlflowRun:
         self.client.log_batch(self.id, tags=[RunTag(key, value) for key, value in facts.items()])
 
     def log_files(self, folder: Path) -> None:
-        """Send artifacts, but none to a server elsewhere that names a folder here, where it could overwrite any file."""
+        """Send artifacts, but none to a server elsewhere that names a folder here: any file could be overwritten."""
         uri = self.client.get_run(self.id).info.artifact_uri
         is_remote = urlsplit(self.client.tracking_uri).scheme in ("http", "https")
         if is_remote and urlsplit(uri).scheme in ("", "file"):
