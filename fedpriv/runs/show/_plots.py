@@ -250,7 +250,7 @@ def _draw_lines(axes: Axes, frame: pd.DataFrame, prefix: str = "") -> list[Label
         # Without the rounds that have no figure, or a curve that is tested in some rounds alone would have no line.
         finite = values.replace(math.inf, math.nan).dropna()
         style = index % len(SERIES)
-        look = {
+        look: dict[str, Any] = {
             "color": SERIES[style],
             "linestyle": DASHES[style],
             "marker": MARKERS[style] if len(finite) <= 25 else "",

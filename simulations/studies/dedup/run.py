@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedpriv.errors import InputError
 from fedpriv.models.dedup.pipeline import deduplicate
 from fedpriv.models.dedup.planning import DedupSettings
-from fedpriv.models.dedup.saliency import Saliency, measure
+from fedpriv.models.dedup.saliency import MEASURES, Saliency
 from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords, Utilities, Utility
 from fedpriv.models.dedup.work import Outcome
 from fedpriv.models.variants import folders
@@ -159,7 +159,7 @@ class RecordsEvaluator:
         private: PrivateRecords | None = None,
     ) -> None:
         self.num_records, self.private = len(validation), private
-        self._validation, self._measure = validation, measure(saliency)
+        self._validation, self._measure = validation, MEASURES.named(saliency)
         self._saliency_records = saliency_records
         self._passes: dict[bytes, list[Pass]] = {}
         self._model = network(architecture).eval()
