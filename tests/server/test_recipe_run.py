@@ -139,8 +139,8 @@ SUMMED = {"secure_aggregation": True, "min_clients": 3}
 @pytest.fixture(params=[{}, SUMMED], ids=["local", "sum"])
 def of_r(request, recipe, monkeypatch):
     """Configuration values of a run of which so few records train R, but not a wide one."""
-    monkeypatch.setattr(noise_plan, "LORA_PAYS", math.inf)
-    monkeypatch.setattr(noise_plan, "NARROW_ROUNDS", 6)
+    monkeypatch.setattr(noise_plan.recipe, "LORA_PAYS", math.inf)
+    monkeypatch.setattr(noise_plan.recipe, "NARROW_ROUNDS", 6)
     own = {key: value for key, value in recipe.items() if key not in ("rank", "alpha", "lora_rounds")}
     return own | {"train": "auto", "rounds": 9, "rank": 24, "alpha": 96.0, "layers": "all", **request.param}
 

@@ -14,17 +14,7 @@ from fedpriv.config import DataSection, Encoding, RunConfig, Separator
 from fedpriv.errors import InputError, first_line
 from fedpriv.files import new_file
 from fedpriv.learning.adapters import hub_problem, quiet_hub
-from fedpriv.learning.data._rows import (
-    FORMATS,
-    Row,
-    is_decimal_comma,
-    named,
-    opened,
-    require_columns,
-    suffix_of,
-    unit_of,
-    unreadable,
-)
+from fedpriv.learning.data import _rows
 from fedpriv.learning.data.text import (
     DataSource,
     TextData,
@@ -61,7 +51,7 @@ class Table:
         """The columns of numbers that are written with a decimal comma."""
         if self.separator is None or self.separator == "comma":
             return []
-        return [name for name, values in self.columns.items() if is_decimal_comma(values)]
+        return [name for name, values in self.columns.items() if _rows.is_decimal_comma(values)]
 
     def names_of(self, column: str) -> list[str | None]:
         """[records] the values of a column as texts, such as names of labels; None where one is missing."""
@@ -69,7 +59,7 @@ class Table:
 
     def require(self, columns: Sequence[tuple[str, str]]) -> None:
         """Refuse a table that lacks one of the (configuration key, column) pairs; an empty column name is skipped."""
-        require_columns(self.columns, columns, self.source)
+        _rows.require_columns(self.columns, columns, self.source)
         for key, column in columns:
             if column and column in self.lacking:
                 raise InputError(f"{key} = {column!r}: {self.lacking[column]} of {self.source} has no such column")
@@ -94,18 +84,18 @@ def read_table(
         InputError: there is no such file or data set, its format is unknown, it is empty, or a record is unreadable.
     """
     path = Path(source).expanduser()
-    if not path.is_file() and not (suffix_of(path) in FORMATS or path.is_absolute() or path.exists()):
+    if not path.is_file() and not (_rows.suffix_of(path) in _rows.FORMATS or path.is_absolute() or path.exists()):
         return Table(source, _from_hub(source, key))
     columns: dict[str, list[object]] = {}
     lacking: dict[str, str] = {}
     places: list[int] = []
-    unit = unit_of(path)
-    with opened(source, key=key, separator=separator, encoding=encoding, spans=spans) as rows:
+    unit = _rows.unit_of(path)
+    with _rows.opened(source, key=key, separator=separator, encoding=encoding, spans=spans) as rows:
         for place, row in rows.places:
             try:
                 values = row()
             except Exception as error:
-                raise InputError(f"{key} = {source!r}: {unreadable(error, f'{unit} {place}')}") from None
+                raise InputError(f"{key} = {source!r}: {_rows.unreadable(error, f'{unit} {place}')}") from None
             for name in values:
                 if name not in columns:
                     columns[name] = [None] * len(places)
@@ -155,7 +145,7 @@ def _from_hub(source: str, key: str) -> dict[str, list[object]]:
         reason = first_line(error)
         raise InputError(f"{key} = {source!r}: neither a file nor a data set on the Hub ({reason})") from None
     return {
-        name: [named(feature, value) for value in table.with_format("arrow")[name].to_pylist()]
+        name: [_rows.named(feature, value) for value in table.with_format("arrow")[name].to_pylist()]
         for name, feature in table.features.items()
     }
 
@@ -268,11 +258,11 @@ def read_own(source: DataSource) -> list[OwnRecord | InputError]:
             or its header lacks a column.
     """
     asked = source.columns
-    with opened(
+    with _rows.opened(
         source.data, separator=source.separator, encoding=source.encoding, columns=[name for _, name in asked]
     ) as rows:
         if rows.names:  # else every record names its own
-            require_columns(rows.names, asked, source.data)
+            _rows.require_columns(rows.names, asked, source.data)
         return [_record(place, row, source) for place, row in rows.places]
 
 
@@ -288,7 +278,7 @@ def read_strictly(source: DataSource) -> list[OwnRecord]:
     return records
 
 
-def _record(place: int, row: Callable[[], Row], source: DataSource) -> OwnRecord | InputError:
+def _record(place: int, row: Callable[[], _rows.Row], source: DataSource) -> OwnRecord | InputError:
     """The record at a place, or why it cannot be read."""
     try:
         values = row()
@@ -304,10 +294,10 @@ def _record(place: int, row: Callable[[], Row], source: DataSource) -> OwnRecord
             place=place,
         )
     except Exception as error:  # whatever one record holds, the others are read
-        return InputError(unreadable(error, f"{source.unit} {place}"))
+        return InputError(_rows.unreadable(error, f"{source.unit} {place}"))
 
 
-def _instruction(values: Row, source: DataSource) -> OwnRecord:
+def _instruction(values: _rows.Row, source: DataSource) -> OwnRecord:
     if source.messages_column:
         said, response = from_messages(values[source.messages_column])
     else:

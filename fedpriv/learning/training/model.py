@@ -22,29 +22,7 @@ from fedpriv.learning.adapters import (
 from fedpriv.learning.adapters.pooling import pools
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Item, Records, collate, num_tokens
-from fedpriv.learning.training._caches import (
-    Body,
-    FeatureCache,
-    PrefixCache,
-    blocks_from_first_trained,
-    find_prefix,
-    input_of,
-    skipping_prefix,
-)
-from fedpriv.learning.training._passes import (
-    Footprint,
-    Predictions,
-    batches,
-    class_sum_losses,
-    even_predictions,
-    next_token_targets,
-    output_layer,
-    padded,
-    places_of,
-    predictions,
-    sliced_predictions,
-    to_device,
-)
+from fedpriv.learning.training import _caches, _passes
 from fedpriv.learning.training.independence import Tell, raising_failures, silent
 from fedpriv.learning.training.per_sample import Stack, TrainableLayer, recorded, trainable_layers
 
@@ -86,7 +64,7 @@ class TrainingModel:
         ValueError: a trainable layer does not support per-sample gradients; names it.
     """
 
-    features: FeatureCache | None = None
+    features: _caches.FeatureCache | None = None
     tell: Tell = staticmethod(silent)
 
     def __init__(
@@ -115,10 +93,12 @@ class TrainingModel:
         # Gradients are keyed by module names, adapters by peft's names.
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         self.adapter_names = {n: by_id[id(p)] for n, p in peft_model.named_parameters() if p.requires_grad}
-        prefix = find_prefix(peft_model)
-        self.recomputed: Sequence[nn.Module] = blocks_from_first_trained(peft_model) if activation_checkpointing else ()
-        self.output_layer = output_layer(peft_model, self._first_tokens())
-        self._footprint = Footprint.of(
+        prefix = _caches.find_prefix(peft_model)
+        self.recomputed: Sequence[nn.Module] = (
+            _caches.blocks_from_first_trained(peft_model) if activation_checkpointing else ()
+        )
+        self.output_layer = _passes.output_layer(peft_model, self._first_tokens())
+        self._footprint = _passes.Footprint.of(
             peft_model,
             self.parameters.values(),
             prefix.length if prefix else 0,
@@ -128,14 +108,14 @@ class TrainingModel:
         self.memory_limit = memory_limit
         self.longest = _longest(peft_model.config, max_length)
         self.num_workers = self._most_workers(num_workers)
-        self.cache: PrefixCache | None = None
+        self.cache: _caches.PrefixCache | None = None
         if prefix and prefix_cache:
             width = peft_model.config.hidden_size
-            self.cache = PrefixCache(self._forward, self, prefix, width=width, dtype=self.base_dtype)
+            self.cache = _caches.PrefixCache(self._forward, self, prefix, width=width, dtype=self.base_dtype)
         self.head = self._find_head()
         if self.head is not None:
             width = self.layers[self.head].module.weight.shape[1]
-            self.features = FeatureCache(self._head_inputs, self, width=width)
+            self.features = _caches.FeatureCache(self._head_inputs, self, width=width)
 
     @property
     def base_dtype(self) -> torch.dtype:
@@ -220,10 +200,10 @@ class TrainingModel:
         """The records of one pass, on the CPU."""
         if not self.alone or items[0][0].are_choices:
             return collate(items, self.longest if self.alone else None)
-        return collate(items, max(padded(num_tokens(item), self.longest) for item in items))
+        return collate(items, max(_passes.padded(num_tokens(item), self.longest) for item in items))
 
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: to_device(tensor, self.device) for name, tensor in batch.items()}
+        return {name: _passes.to_device(tensor, self.device) for name, tensor in batch.items()}
 
     def _run(self, items: Sequence[Item], batch: Mapping[str, Tensor], *, cached: bool) -> Any:
         inputs: dict[str, Any] = {n: tensor for n, tensor in batch.items() if n not in ("labels", RESPONSE_MASK)}
@@ -232,7 +212,7 @@ class TrainingModel:
         if self.cache is None or not cached:
             return self.peft_model(**inputs)
         hidden = self.cache.hidden(items, batch["input_ids"].shape).to(self.device)
-        with skipping_prefix(self.cache.prefix, hidden):
+        with _caches.skipping_prefix(self.cache.prefix, hidden):
             return self.peft_model(**inputs)
 
     def objectives(self, items: Sequence[Item], objective: str, *, cached: bool) -> Tensor:
@@ -243,7 +223,7 @@ class TrainingModel:
             cached: whether the states of the prefix cache are used.
         """
         if objective == "class-sums":
-            return class_sum_losses(*self.logits(items, cached=cached))
+            return _passes.class_sum_losses(*self.logits(items, cached=cached))
         return self.predictions(items, cached=cached).losses
 
     def _first_tokens(self) -> dict[str, Tensor]:
@@ -251,20 +231,20 @@ class TrainingModel:
         tokens = torch.arange(_FEW_TOKENS, device=self.device).remainder(self.peft_model.config.vocab_size).unsqueeze(0)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
-    def predictions(self, items: Sequence[Item], *, cached: bool) -> Predictions:
+    def predictions(self, items: Sequence[Item], *, cached: bool) -> _passes.Predictions:
         """The model's predictions of the given records."""
         if self.output_layer is None:
-            return predictions(*self.logits(items, cached=cached))
+            return _passes.predictions(*self.logits(items, cached=cached))
         # On the CPU: how many targets there are decides shapes, for which a GPU would be waited for.
         batch = self._batch(items)
-        targets = next_token_targets(batch)
+        targets = _passes.next_token_targets(batch)
         if cached and self.cache is not None:  # a pass that stops at its middle would stop this one
             self.cache.fill(items)
-        with input_of(self.output_layer) as captured:
+        with _caches.input_of(self.output_layer) as captured:
             self._run(items, self._on_device(batch), cached=cached)
         if self.alone and items[0][0].are_choices:
-            return even_predictions(captured[0], self.output_layer, targets)
-        return sliced_predictions(captured[0], self.output_layer, targets, places_of(targets))
+            return _passes.even_predictions(captured[0], self.output_layer, targets)
+        return _passes.sliced_predictions(captured[0], self.output_layer, targets, _passes.places_of(targets))
 
     def _find_head(self) -> str | None:
         names = [name for name in self.layers if ".modules_to_save." in name]
@@ -276,7 +256,7 @@ class TrainingModel:
         layer = self.layers[self.head] if self.head is not None else None
         return {self.adapter_names[name] for name in (layer.weight, layer.bias) if name} if layer else set()
 
-    def _head_inputs(self, items: Sequence[Item], body: Body, cached: bool) -> Tensor:
+    def _head_inputs(self, items: Sequence[Item], body: _caches.Body, cached: bool) -> Tensor:
         """[records, width] What the head reads, with the body's tensors in the place of the model's own."""
         assert self.head is not None
         layers = {name: layer for name, layer in self.layers.items() if name != self.head}
@@ -287,7 +267,7 @@ class TrainingModel:
         )
         if cached and self.cache is not None:
             self.cache.fill(items)
-        with recorded(layers, stack), input_of(self.layers[self.head].module) as captured:
+        with recorded(layers, stack), _caches.input_of(self.layers[self.head].module) as captured:
             self._run(items, self._on_device(self._batch(items)), cached=cached)
         return captured[0]
 
@@ -300,7 +280,7 @@ class TrainingModel:
         own |= {name: p.detach().cpu() for name, p in self._frozen_factors.items()}
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         with raising_failures():
-            features = self.features.features([(records, chosen)], Body(own, self._merged), keep=True)
+            features = self.features.features([(records, chosen)], _caches.Body(own, self._merged), keep=True)
         logits = self.layers[self.head].module(features.to(self.device))
         return logits, {"labels": records.labels[chosen].to(self.device)}
 
@@ -313,7 +293,7 @@ class TrainingModel:
         if self.alone:
             return ([position] for position in range(len(items)))
         lengths = [num_tokens(item) for item in items]
-        return batches(lengths, partial(self._most_rows, num_values=num_values))
+        return _passes.batches(lengths, partial(self._most_rows, num_values=num_values))
 
     def _most_rows(self, tokens: int, num_values: int | None = None) -> int:
         num_values = self._footprint.num_values if num_values is None else num_values

@@ -13,32 +13,10 @@ from fedpriv.learning.training.local_update import planned_event, trained_names
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.learning.training.private_evaluation import planned_event as planned_evaluation
 from fedpriv.learning.training.rounds import RunSchedule, grid_of, record_weights
+from fedpriv.privacy.accounting import recipe
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.calibration import Schedule, calibrate_all, calibrate_to_risk
 from fedpriv.privacy.accounting.events import Event
-from fedpriv.privacy.accounting.recipe import (
-    LORA_ADAM_NOISE,
-    LORA_ADAM_WALK,
-    LORA_PASSES,
-    LORA_PAYS,
-    LORA_PROBABILITY,
-    LORA_ROUNDS,
-    LORA_SHARE,
-    NARROW_RANK,
-    NARROW_ROUNDS,
-    R_ADAM_NOISE,
-    START_SHARE,
-    WIDE_PAYS,
-    LearningRate,
-    WeightedClients,
-    client_weight,
-    joint_rates,
-    learning_rate,
-    lora_noise,
-    noise_multiplier_of_share,
-    start_noise_for_steps,
-    start_noise_multiplier,
-)
 from fedpriv.privacy.accounting.risk import RiskTarget
 from fedpriv.privacy.accounting.trade_off import gaussian_epsilon
 from fedpriv.privacy.accounting.views import default_delta, smallest_aggregate_scales
@@ -77,7 +55,7 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
     try:
         if config.head_start and config.start_noise_multiplier is None and not config.noise_schedule:
             # Full batches of several holders cost what one with so much less noise would.
-            start = math.sqrt(holders) * start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
+            start = math.sqrt(holders) * recipe.start_noise_multiplier(target, min(deltas), fixed=fixed) / scale
             config = replace(config, start_noise_multiplier=start)
         name = "noise_multiplier"
         main, lora = config.main_phase, config.lora_phase
@@ -87,8 +65,8 @@ def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> Run
             # batches add up exactly, so these have theirs if there are any.
             of_head = config.sampling_probability == 1
             shared, name = (name, "lora_noise_multiplier") if of_head else ("lora_noise_multiplier", name)
-            share = 1 - START_SHARE * config.head_start - config.lora_share if of_head else config.lora_share
-            noise = noise_multiplier_of_share(
+            share = 1 - recipe.START_SHARE * config.head_start - config.lora_share if of_head else config.lora_share
+            noise = recipe.noise_multiplier_of_share(
                 share,
                 target,
                 min(deltas),
@@ -134,9 +112,6 @@ def view_scale(config: RunConfig, sizes: Sequence[int]) -> float:
 
     On `rho` this is 1 / sqrt(n): rho_bar of n participants is never below that. On `aggregate`, which must hold, it is
     the smallest noise of any client in any sum of `min_clients` uploads, over its own.
-
-    Args:
-        sizes: N_k of all clients.
     """
     if config.privacy_view == "local":
         return 1.0
@@ -163,7 +138,7 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
     lora = config.lora_phase
     if not lora.num_rounds:
         return config
-    joint = joint_rates(
+    joint = recipe.joint_rates(
         federation_of(config, sizes),
         noise_stddev=lora.known_noise * config.clip_norm,
         sampling_probability=lora.sampling_probability or _probability(config, sizes),
@@ -177,12 +152,12 @@ def with_learning_rates(config: RunConfig, sizes: Sequence[int], initial: Adapte
     )
 
 
-def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> LearningRate | None:
+def derived_learning_rate(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> recipe.LearningRate | None:
     """The rate for which `learning_rate = auto` stands, given the noise; None if the configuration has a number."""
     if config.learning_rate != "auto":
         return None
     num_steps = max(1, config.main_phase.num_rounds)
-    return learning_rate(
+    return recipe.learning_rate(
         federation_of(config, sizes),
         noise_stddev=config.main_phase.known_noise * config.clip_norm,
         sampling_probability=config.main_phase.sampling_probability or _probability(config, sizes),
@@ -212,10 +187,10 @@ def _num_lora_values(config: FederationSection, initial: Adapter) -> int:
     return max(1, sum(initial[name].numel() for name in trained if ".lora_" in name))
 
 
-def federation_of(config: RunConfig, sizes: Sequence[int]) -> WeightedClients:
+def federation_of(config: RunConfig, sizes: Sequence[int]) -> recipe.WeightedClients:
     """The public numbers of a run's rounds, with the clients' weights."""
-    weights = [client_weight(size, config.weighting) for size in sizes]
-    return WeightedClients(
+    weights = [recipe.client_weight(size, config.weighting) for size in sizes]
+    return recipe.WeightedClients(
         sizes=sizes,
         weights=weights,
         participation=_num_selected(config, sizes) / len(sizes),
@@ -258,7 +233,7 @@ def _with_start_beside(config: RunConfig) -> RunConfig:
     """The configuration with noise for the start of the head, given the noise of the steps."""
     if not config.head_start or config.start_noise_multiplier is not None or config.noise_schedule:
         return config
-    noise = start_noise_for_steps(config.noise_multiplier, max(1, config.main_phase.num_rounds))
+    noise = recipe.start_noise_for_steps(config.noise_multiplier, max(1, config.main_phase.num_rounds))
     return replace(config, start_noise_multiplier=noise)
 
 
@@ -296,36 +271,36 @@ def decided(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[
         with_lora, noise = _with_lora(config, sizes, initial)
         head, named, what = config, "A and B", "A, B and head"
     else:
-        rank = min(config.rank, NARROW_RANK)
-        narrow = replace(config, trained_rank=rank, rounds=min(config.rounds, NARROW_ROUNDS))
+        rank = min(config.rank, recipe.NARROW_RANK)
+        narrow = replace(config, trained_rank=rank, rounds=min(config.rounds, recipe.NARROW_ROUNDS))
         with_lora, noise = _with_lora(narrow, sizes, leading_block(initial, rank))
-        if noise <= WIDE_PAYS and config.rank > rank and config.rounds > narrow.rounds:
+        if noise <= recipe.WIDE_PAYS and config.rank > rank and config.rounds > narrow.rounds:
             with_lora, _ = _with_lora(replace(config, trained_rank=config.rank), sizes, initial)
         head = replace(narrow, rounds=min(narrow.rounds, RunConfig().rounds))
         named, what = f"R of rank {rank}", f"R of rank {with_lora.trained_rank} and head"
-    pays = noise <= LORA_PAYS
+    pays = noise <= recipe.LORA_PAYS
     reason = (
         f"train = auto: {what if pays else 'the head alone'}, since nu^2 d, the noise in {named}, would be "
-        f"{noise:.2g} with {sum(sizes)} records of {len(sizes)} clients; LoRA pays up to {LORA_PAYS:g}"
+        f"{noise:.2g} with {sum(sizes)} records of {len(sizes)} clients; LoRA pays up to {recipe.LORA_PAYS:g}"
     )
     return (with_lora if pays else replace(head, lora_rounds=0)), reason
 
 
 def _with_lora(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tuple[RunConfig, float]:
     """The configuration with rounds that train LoRA, and nu^2 d, the noise that they would leave in it."""
-    num_rounds = round(LORA_ROUNDS * (config.rounds - config.head_start))
-    probability = min(LORA_PROBABILITY, LORA_PASSES / max(1, num_rounds))
+    num_rounds = round(recipe.LORA_ROUNDS * (config.rounds - config.head_start))
+    probability = min(recipe.LORA_PROBABILITY, recipe.LORA_PASSES / max(1, num_rounds))
     with_lora = replace(
         config,
         lora_rounds=num_rounds,
-        lora_share=LORA_SHARE,
+        lora_share=recipe.LORA_SHARE,
         lora_sampling_probability=probability,
         lora_server_optimizer="adam",
     )
     found = calibrated(with_lora, sizes, initial)
     num_values = _num_lora_values(config, initial)
     # In units of the clip norm, whatever it is: the bound was found so.
-    noise = lora_noise(
+    noise = recipe.lora_noise(
         federation_of(config, sizes),
         noise_stddev=found.lora_phase.known_noise,
         sampling_probability=probability,
@@ -335,7 +310,7 @@ def _with_lora(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> tup
     # Adam steps by its rate whatever the gradient's size is, so the rate follows the noise of a round.
     of_round = math.sqrt(noise / num_values * num_rounds)
     # Its steps add up like a walk's, so more of them are shorter.
-    rates = [config.lora_server_learning_rate, LORA_ADAM_WALK / math.sqrt(max(1, num_rounds))]
+    rates = [config.lora_server_learning_rate, recipe.LORA_ADAM_WALK / math.sqrt(max(1, num_rounds))]
     of_r = config.rule.trains == "lora-r"
-    rates += [(R_ADAM_NOISE if of_r else LORA_ADAM_NOISE) / (of_round * num_values)] if noise else []
+    rates += [(recipe.R_ADAM_NOISE if of_r else recipe.LORA_ADAM_NOISE) / (of_round * num_values)] if noise else []
     return replace(with_lora, lora_server_learning_rate=min(rates)), noise

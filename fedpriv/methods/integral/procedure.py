@@ -14,24 +14,7 @@ from torch import Tensor, nn
 
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import Adapter, factors_of, non_lora_tensors, of_one_rank
-from fedpriv.methods.integral._networks import (
-    NetworkMetrics,
-    TrainingSchedule,
-    aligned,
-    majority_class,
-    metrics,
-    train_stacked,
-)
-from fedpriv.methods.integral._selection import (
-    Cluster,
-    Linkage,
-    Measure,
-    Subsamples,
-    Vectors,
-    check_epsilon,
-    disjoint_subsamples,
-    select,
-)
+from fedpriv.methods.integral import _networks, _selection
 
 # Epochs after which recurrence and accuracy are measured, in addition to the last.
 _SNAPSHOT_EPOCHS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -65,11 +48,11 @@ class SelectionSettings:
 
     subsample_size: int
     epsilon: float
-    measure: Measure = "largest"
-    clustering: Linkage = "first-member"
+    measure: _selection.Measure = "largest"
+    clustering: _selection.Linkage = "first-member"
     top: int = 5
     align: bool = False
-    schedule: TrainingSchedule = field(default_factory=TrainingSchedule)
+    schedule: _networks.TrainingSchedule = field(default_factory=_networks.TrainingSchedule)
     seed: int = 0
     epsilons: tuple[float, ...] = ()
     keep: tuple[int, ...] = _SNAPSHOT_EPOCHS
@@ -79,8 +62,8 @@ class SelectionSettings:
 class TrainAndTest:
     """Metrics of one model."""
 
-    train: NetworkMetrics
-    test: NetworkMetrics
+    train: _networks.NetworkMetrics
+    test: _networks.NetworkMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +90,9 @@ class Recommendation:
         majority: metrics of always predicting the most frequent class.
     """
 
-    subsamples: Subsamples
+    subsamples: _selection.Subsamples
     vectors: Mapping[int, Tensor]
-    clusters: tuple[Cluster, ...]
+    clusters: tuple[_selection.Cluster, ...]
     cluster_sizes: tuple[int, ...]
     means: tuple[TrainAndTest, ...]
     members: Mapping[int, TrainAndTest]
@@ -134,15 +117,15 @@ def recommend(network: nn.Module, data: Data, settings: SelectionSettings) -> Re
     if settings.top < 1:
         raise InputError(f"top = {settings.top}: must be >= 1")
     for epsilon in (settings.epsilon, *settings.epsilons):
-        check_epsilon(epsilon)
+        _selection.check_epsilon(epsilon)
     labels = data.train_labels.numpy()
-    subsamples = disjoint_subsamples(
+    subsamples = _selection.disjoint_subsamples(
         labels, settings.subsample_size, np.random.default_rng(settings.seed), names=data.classes
     )
     whole = np.arange(len(labels), dtype=np.int64)[np.newaxis]
 
     def trained(records: np.ndarray) -> dict[int, Tensor]:
-        return train_stacked(
+        return _networks.train_stacked(
             network,
             data.train_features,
             data.train_labels,
@@ -154,11 +137,13 @@ def recommend(network: nn.Module, data: Data, settings: SelectionSettings) -> Re
 
     vectors = trained(subsamples.records)
     if settings.align:
-        vectors = {epoch: aligned(network, of_epoch, of_epoch[0]) for epoch, of_epoch in vectors.items()}
+        vectors = {epoch: _networks.aligned(network, of_epoch, of_epoch[0]) for epoch, of_epoch in vectors.items()}
 
-    def clustered(of_epoch: Tensor, epsilon: float) -> list[Cluster]:
+    def clustered(of_epoch: Tensor, epsilon: float) -> list[_selection.Cluster]:
         models, generators = of_epoch.numpy(), list(subsamples.records)
-        return select(models, generators, epsilon=epsilon, measure=settings.measure, clustering=settings.clustering)
+        return _selection.select(
+            models, generators, epsilon=epsilon, measure=settings.measure, clustering=settings.clustering
+        )
 
     last = vectors[settings.schedule.epochs]
     clusters = clustered(last, settings.epsilon)
@@ -179,8 +164,8 @@ def recommend(network: nn.Module, data: Data, settings: SelectionSettings) -> Re
         members={row: evaluate(network, last[row], data) for row in rows},
         plain=plain[settings.schedule.epochs],
         majority=TrainAndTest(
-            train=majority_class(data.train_labels, data.train_labels),
-            test=majority_class(data.train_labels, data.test_labels),
+            train=_networks.majority_class(data.train_labels, data.train_labels),
+            test=_networks.majority_class(data.train_labels, data.test_labels),
         ),
         snapshots=snapshots,
     )
@@ -189,13 +174,13 @@ def recommend(network: nn.Module, data: Data, settings: SelectionSettings) -> Re
 def evaluate(network: nn.Module, vector: Tensor, data: Data) -> TrainAndTest:
     """Metrics of a model on both parts of the data."""
     return TrainAndTest(
-        train=metrics(network, vector, data.train_features, data.train_labels),
-        test=metrics(network, vector, data.test_features, data.test_labels),
+        train=_networks.metrics(network, vector, data.train_features, data.train_labels),
+        test=_networks.metrics(network, vector, data.test_features, data.test_labels),
     )
 
 
 def _snapshot(
-    network: nn.Module, data: Data, epoch: int, epsilon: float, largest: Cluster, plain: TrainAndTest
+    network: nn.Module, data: Data, epoch: int, epsilon: float, largest: _selection.Cluster, plain: TrainAndTest
 ) -> _Snapshot:
     is_cluster = largest.recurrence > 1
     return _Snapshot(
@@ -237,8 +222,8 @@ def recurring_adapters(
     adapters: Mapping[str, Mapping[str, Tensor]],
     epsilon: float,
     *,
-    measure: Measure = "largest",
-    clustering: Linkage = "first-member",
+    measure: _selection.Measure = "largest",
+    clustering: _selection.Linkage = "first-member",
     scale: float = 1.0,
 ) -> list[RecurringVariants]:
     """The clusters of client variants, most recurrent first, each with its mean as an adapter.
@@ -266,7 +251,7 @@ def recurring_adapters(
     vectors = _vectors(adapters, scale)
     # Each client's records form one generator.
     generators = [np.array([number]) for number in range(len(names))]
-    clusters = select(vectors, generators, epsilon=epsilon, measure=measure, clustering=clustering)
+    clusters = _selection.select(vectors, generators, epsilon=epsilon, measure=measure, clustering=clustering)
     return [_variants(adapters, names, cluster) for cluster in clusters]
 
 
@@ -301,7 +286,7 @@ def _mean_product(factors: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]
     return (q_b @ u[:, :rank] * roots).float(), (roots.unsqueeze(1) * (v[:rank] @ q_a.T)).float()
 
 
-def _vectors(adapters: Mapping[str, Mapping[str, Tensor]], scale: float) -> Vectors:
+def _vectors(adapters: Mapping[str, Mapping[str, Tensor]], scale: float) -> _selection.Vectors:
     """The maps and heads of all clients, float64 [clients, values]."""
     first_name, *_ = adapters
     shapes = _shapes(adapters[first_name])
@@ -321,7 +306,9 @@ def _shapes(adapter: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return maps | {name: tuple(tensor.shape) for name, tensor in non_lora_tensors(adapter).items()}
 
 
-def _variants(adapters: Mapping[str, Mapping[str, Tensor]], names: list[str], cluster: Cluster) -> RecurringVariants:
+def _variants(
+    adapters: Mapping[str, Mapping[str, Tensor]], names: list[str], cluster: _selection.Cluster
+) -> RecurringVariants:
     members = tuple(names[row] for row in cluster.members)
     return RecurringVariants(
         clients=members,

@@ -22,17 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from fedpriv.errors import InputError
+from fedpriv.models.dedup import planning
 from fedpriv.models.dedup._base_selection import Assignment, Selection, fair_limits
 from fedpriv.models.dedup.algorithms import ALGORITHMS, minhash_similarity
 from fedpriv.models.dedup.distance import nearest
-from fedpriv.models.dedup.planning import (
-    DedupSettings,
-    ValidationCharge,
-    candidate,
-    cost_of,
-    plan,
-    read_charges,
-)
 from fedpriv.models.dedup.saliency import by_block
 from fedpriv.models.dedup.validation import Tensors, Validation
 from fedpriv.models.dedup.work import Outcome, Work
@@ -146,7 +139,7 @@ class _Found:
 def _search(
     work: Work,
     assignment: Assignment,
-    attempt: tuple[ValidationCharge, ...],
+    attempt: tuple[planning.ValidationCharge, ...],
     model: tuple[NDArray[Any], Mapping[str, NDArray[Any]]],
     validated: Callable[[], None],
 ) -> _Found:
@@ -181,7 +174,7 @@ class _Trial:
     validation: Validation
     validated: Callable[[], None]
 
-    def options(self, settings: DedupSettings) -> Mapping[str, Any]:
+    def options(self, settings: planning.DedupSettings) -> Mapping[str, Any]:
         """The options of the search, with the block similarities that Mistique needs."""
         if settings.algorithm != "mistique":
             return settings.options
@@ -239,13 +232,13 @@ class Costs:
 
     work: Work
     selection: Selection
-    attempts: Mapping[str, tuple[ValidationCharge, ...]]
+    attempts: Mapping[str, tuple[planning.ValidationCharge, ...]]
 
     @classmethod
     def of(cls, work: Work) -> Costs:
         """The costs of a deduplication, with bases selected."""
         attempts = work.attempts()
-        selection = plan(list(work.variants.values()), work.settings, attempts, work.known, work.others)
+        selection = planning.plan(list(work.variants.values()), work.settings, attempts, work.known, work.others)
         return cls(work, selection, attempts)
 
     def originals(self, name: str) -> list[str]:
@@ -266,7 +259,7 @@ class Costs:
         expected = [charge for each in self._targets(originals) for charge in self.attempts[each]]
         if assignment is None or Counter(charged) <= Counter(expected):
             return assignment
-        variants = {each: candidate(variant, self.work.known) for each, variant in self.work.variants.items()}
+        variants = {each: planning.candidate(variant, self.work.known) for each, variant in self.work.variants.items()}
         limit = min(assignment.limits.epsilon, fair_limits(variants[name], list(variants.values())).epsilon)
         cost = self._cost((name, *originals), [*charged, *self.attempts[name]])
         return assignment if cost.guarantee.epsilon <= limit else None
@@ -276,13 +269,13 @@ class Costs:
         names = (name, *self.originals(name)) if is_target else (name,)
         return self._cost(names, self._charged(names) if is_target else [])
 
-    def _charged(self, names: Collection[str]) -> list[ValidationCharge]:
+    def _charged(self, names: Collection[str]) -> list[planning.ValidationCharge]:
         """All that was charged for those of the variants that are targets, by this call and by earlier ones."""
         targets = self._targets(names)
-        return [charge for charge in read_charges(self.work.store.path) if charge.name in targets]
+        return [charge for charge in planning.read_charges(self.work.store.path) if charge.name in targets]
 
     def _targets(self, names: Collection[str]) -> set[str]:
         return set(names) & set(self.selection.assignments)
 
-    def _cost(self, names: Sequence[str], charges: Sequence[ValidationCharge]) -> PublicationCost:
-        return cost_of([self.work.variants[name] for name in names], charges)
+    def _cost(self, names: Sequence[str], charges: Sequence[planning.ValidationCharge]) -> PublicationCost:
+        return planning.cost_of([self.work.variants[name] for name in names], charges)

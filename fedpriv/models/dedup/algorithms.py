@@ -16,23 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InputError
-from fedpriv.models.dedup._in_order import (
-    Accept,
-    BlockSearchResult,
-    Positions,
-    Trials,
-    batches,
-    check_number,
-    check_whole,
-    dedup,
-    drd,
-    dred,
-    greedy,
-    in_batches,
-    run_search,
-)
+from fedpriv.models.dedup import _in_order
 
-Search = Callable[..., BlockSearchResult]
+Search = Callable[..., _in_order.BlockSearchResult]
 
 LOSSLESS = "lossless"
 """Not a search: variants are stored bit for bit, see `fedpriv.models.dedup.pipeline`."""
@@ -49,12 +35,12 @@ _EXPLORATION = math.sqrt(2)
 
 def mistique(
     num_blocks: int,
-    accept: Accept,
+    accept: _in_order.Accept,
     *,
     similarity: Sequence[float] | npt.NDArray[np.float64] | None = None,
     threshold: float = 0.5,
     batch: int = 20,
-) -> BlockSearchResult:
+) -> _in_order.BlockSearchResult:
     """Replace similar blocks in batches in saliency order; the first batch that fails ends the search.
 
     Args:
@@ -68,14 +54,14 @@ def mistique(
 
     Source: Vartak et al. 2018, with the saliency order and the validation that Guan et al. 2025 add in section 5.1.2.
     """
-    check_whole("num_blocks", num_blocks, 0)
-    check_number("threshold", threshold, 0, 1)
+    _in_order.check_whole("num_blocks", num_blocks, 0)
+    _in_order.check_number("threshold", threshold, 0, 1)
     values = np.ones(num_blocks) if similarity is None else np.asarray(similarity, dtype=np.float64)
     if values.shape != (num_blocks,):
         raise InputError(f"similarity of shape {values.shape}: must be one number for each of {num_blocks} blocks")
     if not ((values >= 0) & (values <= 1)).all():
         raise InputError("similarity: every number must lie in [0, 1]")
-    return in_batches(np.flatnonzero(values >= threshold).tolist(), accept, batch, until_failure=True)
+    return _in_order.in_batches(np.flatnonzero(values >= threshold).tolist(), accept, batch, until_failure=True)
 
 
 def minhash_similarity(
@@ -98,9 +84,9 @@ def minhash_similarity(
 
     Source: Broder 1997.
     """
-    check_number("step", step, 0)
-    check_whole("num_hashes", num_hashes, 1)
-    check_whole("seed", seed, 0)
+    _in_order.check_number("step", step, 0)
+    _in_order.check_whole("num_hashes", num_hashes, 1)
+    _in_order.check_whole("seed", seed, 0)
     if step == 0:
         raise InputError("step = 0: must be > 0")
     if blocks.shape != substitutes.shape or blocks.ndim != 2:
@@ -133,14 +119,14 @@ def _mixed(words: Words) -> Words:
 
 def mcts(
     num_blocks: int,
-    accept: Accept,
+    accept: _in_order.Accept,
     *,
     batch: int = 20,
     iterations: int = 20,
     seconds: float | None = None,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
-) -> BlockSearchResult:
+) -> _in_order.BlockSearchResult:
     """The largest accepted set that the iterations visited.
 
     An iteration descends from the state without replacements: through known states by upper confidence bounds, then
@@ -159,30 +145,30 @@ def mcts(
 
     Source: Guan et al. 2025, section 5.1.2; Chaslot 2010.
     """
-    check_whole("num_blocks", num_blocks, 0)
-    check_whole("batch", batch, 1)
-    check_whole("iterations", iterations, 1)
-    check_whole("seed", seed, 0)
+    _in_order.check_whole("num_blocks", num_blocks, 0)
+    _in_order.check_whole("batch", batch, 1)
+    _in_order.check_whole("iterations", iterations, 1)
+    _in_order.check_whole("seed", seed, 0)
     if seconds is not None:
-        check_number("seconds", seconds, 0)
+        _in_order.check_number("seconds", seconds, 0)
 
-    def walk(trials: Trials) -> None:
-        tree = _Tree(trials, batches(num_blocks, batch), random.Random(seed))
+    def walk(trials: _in_order.Trials) -> None:
+        tree = _Tree(trials, _in_order.batches(num_blocks, batch), random.Random(seed))
         begin = clock()
         for _ in range(iterations):
             if tree.exhausted or (seconds is not None and clock() - begin >= seconds):
                 return
             tree.iterate()
 
-    return run_search(accept, walk)
+    return _in_order.run_search(accept, walk)
 
 
 ALGORITHMS: dict[str, Search] = {
-    "drd": drd,
-    "dred": dred,
-    "greedy": greedy,
+    "drd": _in_order.drd,
+    "dred": _in_order.dred,
+    "greedy": _in_order.greedy,
     "mcts": mcts,
-    "dedup": dedup,
+    "dedup": _in_order.dedup,
     "mistique": mistique,
 }
 """{name of a search: the search}, for blocks that a variant may take from its base."""
@@ -196,7 +182,7 @@ METHODS = (*ALGORITHMS, LOSSLESS)
 class _Tree:
     """The states visited so far: whether they passed, their visits, and the sums of their rewards."""
 
-    trials: Trials
+    trials: _in_order.Trials
     groups: list[range]
     generator: random.Random
     passed: dict[State, bool] = field(default_factory=lambda: {0: True})
@@ -260,9 +246,9 @@ class _Tree:
             self.passed[state] = self.trials.passes(self._positions(state))
         return self.passed[state]
 
-    def _positions(self, state: State) -> Positions:
+    def _positions(self, state: State) -> _in_order.Positions:
         chosen = (group for k, group in enumerate(self.groups) if state >> k & 1)
-        return Positions(position for group in chosen for position in group)
+        return _in_order.Positions(position for group in chosen for position in group)
 
     def _learn(self, path: list[State]) -> None:
         """Back-propagate the share of blocks replaced in the path's last state; mark states without children."""

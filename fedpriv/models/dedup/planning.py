@@ -19,15 +19,7 @@ from typing import Any, Literal, get_args
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import replace_file, sync_folder
-from fedpriv.models.dedup._base_selection import (
-    MAX_DISTANCE,
-    Candidate,
-    Fairness,
-    Selection,
-    Strategy,
-    select_bases,
-    worthwhile_bases,
-)
+from fedpriv.models.dedup import _base_selection
 from fedpriv.models.dedup._in_order import check_whole
 from fedpriv.models.dedup.algorithms import ALGORITHMS, LOSSLESS, METHODS
 from fedpriv.models.dedup.distance import METRICS, TILE
@@ -65,9 +57,9 @@ class DedupSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     aggregation: str = "l2"
     metric: str = "l2"
-    strategy: Strategy = "single"
-    fairness: Fairness = "bounds"
-    max_distance: float = MAX_DISTANCE
+    strategy: _base_selection.Strategy = "single"
+    fairness: _base_selection.Fairness = "bounds"
+    max_distance: float = _base_selection.MAX_DISTANCE
     acceptance: Acceptance = "proof"
     cutoff: int | None = None
 
@@ -94,11 +86,11 @@ KnownUtility = tuple[float | None, float]
 """The utility of a variant on its records, None counting as 0; and its standard error, within which all are alike."""
 
 
-def candidate(variant: Described, utilities: Mapping[str, KnownUtility] | None = None) -> Candidate:
+def candidate(variant: Described, utilities: Mapping[str, KnownUtility] | None = None) -> _base_selection.Candidate:
     """The variant as base selection needs it; without known utilities, with that which it states."""
     guarantee = variant.guarantee()
     utility, error = (utilities or {}).get(variant.name, (variant.utility, 0.0))
-    return Candidate(
+    return _base_selection.Candidate(
         name=variant.name,
         architecture=variant.architecture,
         data_sets=variant.history.data_sets,
@@ -118,7 +110,7 @@ def plan(
     attempts: Mapping[str, Sequence[ValidationCharge]] | None = None,
     utilities: Mapping[str, KnownUtility] | None = None,
     stored: Mapping[str, bool] | None = None,
-) -> Selection:
+) -> _base_selection.Selection:
     """Plan who may take blocks of whom, by their joint cost; no weights are read.
 
     The cost of a target with a base is the `publication_cost` of both, by the tightest composition that holds. Where
@@ -134,19 +126,19 @@ def plan(
     """
     known = {variant.name: variant for variant in variants}
 
-    def cost(target: Candidate, bases: Sequence[Candidate]) -> Guarantee:
+    def cost(target: _base_selection.Candidate, bases: Sequence[_base_selection.Candidate]) -> Guarantee:
         # Under `cross` a base may itself be a target, and then its own validation influenced its blocks.
         validated = () if not bases else (target, *bases) if settings.strategy == "cross" else (target,)
         charges = [charge for each in validated for charge in (attempts or {}).get(each.name, ())]
         return cost_of([known[each.name] for each in (target, *bases)], charges).guarantee
 
-    return select_bases(
+    return _base_selection.select_bases(
         [candidate(variant, utilities) for variant in variants],
         cost,
         strategy=settings.strategy,
         fairness=settings.fairness,
         max_distance=settings.max_distance,
-        most_bases=worthwhile_bases if _share_releases(variants) else None,
+        most_bases=_base_selection.worthwhile_bases if _share_releases(variants) else None,
         stored=stored or {},
     )
 

@@ -14,18 +14,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import gguf
 import torch
-from gguf import (
-    MODEL_ARCH,
-    MODEL_TENSOR,
-    GGUFReader,
-    GGUFValueType,
-    GGUFWriter,
-    Keys,
-    SpecialVocab,
-    TokenType,
-    get_tensor_name_map,
-)
 from peft import PeftType
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
@@ -35,10 +25,10 @@ from fedpriv.errors import InputError
 from fedpriv.models.publishing.saved import LoadedVariant, prompt_tokens
 
 _ARCHITECTURES = {
-    "llama": MODEL_ARCH.LLAMA,
-    "mistral": MODEL_ARCH.LLAMA,
-    "qwen2": MODEL_ARCH.QWEN2,
-    "qwen3": MODEL_ARCH.QWEN3,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
 
 ELSEWHERE = "`fedpriv export` without --gguf writes a folder that llama.cpp's convert_hf_to_gguf.py may read"
@@ -53,7 +43,7 @@ _WORDS_OF_QWEN = (
 _WORDS_OF_LLAMA_3 = _WORDS_OF_QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
-def architecture_of(config: Any) -> MODEL_ARCH:
+def architecture_of(config: Any) -> gguf.MODEL_ARCH:
     """llama.cpp's architecture for a model; InputError if none is known here."""
     if config.model_type not in _ARCHITECTURES:
         raise InputError(f"model_type = {config.model_type!r}: --gguf knows {', '.join(_ARCHITECTURES)}; {ELSEWHERE}")
@@ -115,14 +105,14 @@ def as_llama_cpp(config: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[t
     InputError if llama.cpp has no such model, or no such tensor in it.
     """
     architecture = architecture_of(config)
-    names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    heads = {MODEL_TENSOR.ATTN_Q: config.num_attention_heads, MODEL_TENSOR.ATTN_K: config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    heads = {gguf.MODEL_TENSOR.ATTN_Q: config.num_attention_heads, gguf.MODEL_TENSOR.ATTN_K: config.num_key_value_heads}
     for name, values in named:
         found = names.get_type_and_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise InputError(f"tensor = {name!r}: llama.cpp's {architecture.name} has none of that name; {ELSEWHERE}")
         kind, own = found
-        turns = architecture is MODEL_ARCH.LLAMA and kind in heads
+        turns = architecture is gguf.MODEL_ARCH.LLAMA and kind in heads
         yield own, _taking_turns(values, heads[kind]) if turns else values
 
 
@@ -138,7 +128,7 @@ def _rotations(model: Any) -> dict[str, Tensor]:
     kind = config.rope_parameters["rope_type"]
     if kind == "default":
         return {}
-    if architecture_of(config) is not MODEL_ARCH.LLAMA or kind not in _FIXED_ROTATIONS:
+    if architecture_of(config) is not gguf.MODEL_ARCH.LLAMA or kind not in _FIXED_ROTATIONS:
         raise InputError(
             f"rope_type = {kind!r}: --gguf knows default, and for Llama {', '.join(_FIXED_ROTATIONS)}; {ELSEWHERE}"
         )
@@ -156,7 +146,7 @@ def _refuse_other_functions(config: Any) -> None:
         raise InputError(f"sliding_window = {window}: llama.cpp reads all tokens in this model; {ELSEWHERE}")
 
 
-def add_sizes(writer: GGUFWriter, config: Any) -> None:
+def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     """Note the sizes of a model."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_vocab_size(config.vocab_size)
@@ -173,7 +163,7 @@ def add_sizes(writer: GGUFWriter, config: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
-def add_tokenizer(writer: GGUFWriter, loaded: LoadedVariant, source: GGUFReader | None) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, loaded: LoadedVariant, source: gguf.GGUFReader | None) -> None:
     """Note tokenizer, chat template, and what begins a prompt and ends an answer as the run had it.
 
     A chat begins as its template says, so nothing is put before it. Another prompt begins with the token for that if it
@@ -187,24 +177,24 @@ def add_tokenizer(writer: GGUFWriter, loaded: LoadedVariant, source: GGUFReader 
     """
     reading, tokenizer = loaded.saved.reading, loaded.tokenizer
     end = reading.chat.end(tokenizer) if reading.instructs else tokenizer.eos_token_id
-    decided = {Keys.Tokenizer.ADD_BOS, *([Keys.Tokenizer.EOT_ID] if end != tokenizer.eos_token_id else [])}
+    decided = {gguf.Keys.Tokenizer.ADD_BOS, *([gguf.Keys.Tokenizer.EOT_ID] if end != tokenizer.eos_token_id else [])}
     if source is None:
         _add_own_tokenizer(writer, tokenizer, loaded.peft_model.config.vocab_size)
     else:
         _copy_tokenizer(writer, source, but=decided)
     writer.add_add_bos_token(not reading.instructs and prompt_tokens(loaded, "x", 1)[0] == tokenizer.bos_token_id)
-    if Keys.Tokenizer.EOT_ID in decided:
+    if gguf.Keys.Tokenizer.EOT_ID in decided:
         writer.add_eot_token_id(end)
 
 
-def _copy_tokenizer(writer: GGUFWriter, source: GGUFReader, *, but: set[str]) -> None:
+def _copy_tokenizer(writer: gguf.GGUFWriter, source: gguf.GGUFReader, *, but: set[str]) -> None:
     for name, field in source.fields.items():
         if name.startswith("tokenizer.") and name not in but:
-            element = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
+            element = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], element)
 
 
-def _add_own_tokenizer(writer: GGUFWriter, tokenizer: Any, num_tokens: int) -> None:
+def _add_own_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, num_tokens: int) -> None:
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(f"tokenizer = {type(tokenizer).__name__}: has no tokenizer.json, which --gguf reads")
     content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -213,15 +203,20 @@ def _add_own_tokenizer(writer: GGUFWriter, tokenizer: Any, num_tokens: int) -> N
     if max(vocabulary) >= num_tokens:
         raise InputError(f"tokenizer: has token {max(vocabulary)}, but the model knows {num_tokens} tokens")
     added = tokenizer.added_tokens_decoder
-    kinds = {index: TokenType.CONTROL if token.special else TokenType.USER_DEFINED for index, token in added.items()}
-    rest = {index: TokenType.NORMAL if index in vocabulary else TokenType.UNUSED for index in range(num_tokens)}
+    kinds = {
+        index: gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
+        for index, token in added.items()
+    }
+    rest = {
+        index: gguf.TokenType.NORMAL if index in vocabulary else gguf.TokenType.UNUSED for index in range(num_tokens)
+    }
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words)
     writer.add_token_list([vocabulary.get(index, f"[PAD{index}]") for index in range(num_tokens)])
     writer.add_token_types([kinds.get(index, rest[index]) for index in range(num_tokens)])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        special = SpecialVocab(folder, load_merges=True, n_vocab=num_tokens)
+        special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=num_tokens)
     special.add_special_token = {}
     special.add_to_gguf(writer, quiet=True)
 

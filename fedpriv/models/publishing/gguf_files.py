@@ -14,19 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
-from gguf import (
-    GGML_QUANT_SIZES,
-    MODEL_ARCH_NAMES,
-    GGMLQuantizationType,
-    GGUFReader,
-    GGUFType,
-    GGUFWriter,
-    Keys,
-    LlamaFileType,
-    quantize,
-)
 from torch import Tensor
 
 from fedpriv.errors import InputError
@@ -38,10 +28,10 @@ from fedpriv.models.publishing.saved import LoadedVariant, SavedVariant, ends_of
 
 ADAPTER, MODEL = "adapter.gguf", "model.gguf"
 
-_NUMBERS: dict[Precision, tuple[GGMLQuantizationType, LlamaFileType]] = {
-    "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
-    "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
-    "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+_NUMBERS: dict[Precision, tuple[gguf.GGMLQuantizationType, gguf.LlamaFileType]] = {
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
 }
 
 MODELFILE = "Modelfile"
@@ -99,29 +89,29 @@ def export(loaded: LoadedVariant, out: Path, *, form: GgufForm = "gguf", precisi
 
 def _write_adapter(loaded: LoadedVariant, path: Path) -> None:
     alpha, tensors = adapter_tensors(loaded.peft_model)
-    writer = _writer(loaded, GGUFType.ADAPTER)
-    writer.add_string(Keys.Adapter.TYPE, "lora")
-    writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
-    _write(writer, path, tensors, GGMLQuantizationType.F32)
+    writer = _writer(loaded, gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    _write(writer, path, tensors, gguf.GGMLQuantizationType.F32)
 
 
 def _write_model(loaded: LoadedVariant, path: Path, precision: Precision) -> None:
     kind, file_type = _NUMBERS[precision]
     file = gguf_file(loaded.saved.model)
-    source = None if file is None else GGUFReader(file)
-    writer = _writer(loaded, GGUFType.MODEL)
+    source = None if file is None else gguf.GGUFReader(file)
+    writer = _writer(loaded, gguf.GGUFType.MODEL)
     writer.add_file_type(file_type)
-    if source is not None and (license := source.get_field(Keys.General.LICENSE)) is not None:
+    if source is not None and (license := source.get_field(gguf.Keys.General.LICENSE)) is not None:
         writer.add_license(license.contents())
     add_sizes(writer, loaded.peft_model.config)
     add_tokenizer(writer, loaded, source)
     _write(writer, path, model_tensors(merged(loaded)), kind)
 
 
-def _writer(loaded: LoadedVariant, kind: str) -> GGUFWriter:
+def _writer(loaded: LoadedVariant, kind: str) -> gguf.GGUFWriter:
     """A writer of a file that names what it is made of."""
     saved = loaded.saved
-    writer = GGUFWriter(None, MODEL_ARCH_NAMES[architecture_of(loaded.peft_model.config)])
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture_of(loaded.peft_model.config)])
     writer.add_type(kind)
     writer.add_name(f"{saved.base} {saved.name}")
     writer.add_base_model_count(1)
@@ -129,20 +119,20 @@ def _writer(loaded: LoadedVariant, kind: str) -> GGUFWriter:
     return writer
 
 
-def _write(writer: GGUFWriter, path: Path, tensors: Mapping[str, Tensor], kind: GGMLQuantizationType) -> None:
+def _write(writer: gguf.GGUFWriter, path: Path, tensors: Mapping[str, Tensor], kind: gguf.GGMLQuantizationType) -> None:
     """Write the file, one tensor at a time in the format of the file."""
-    kinds = {name: kind if values.dim() > 1 else GGMLQuantizationType.F32 for name, values in tensors.items()}
+    kinds = {name: kind if values.dim() > 1 else gguf.GGMLQuantizationType.F32 for name, values in tensors.items()}
     for name, values in tensors.items():
-        if kinds[name] is GGMLQuantizationType.F16 and values.abs().max() > torch.finfo(torch.float16).max:
+        if kinds[name] is gguf.GGMLQuantizationType.F16 and values.abs().max() > torch.finfo(torch.float16).max:
             raise InputError(f"precision = float16: {name} has a value beyond 65504; give --precision bfloat16")
-        num_bytes = values.numel() * GGML_QUANT_SIZES[kinds[name]][1]
+        num_bytes = values.numel() * gguf.GGML_QUANT_SIZES[kinds[name]][1]
         writer.add_tensor_info(name, values.shape, np.dtype(np.float32), num_bytes, raw_dtype=kinds[name])
     with closing(writer):
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, values in tensors.items():
-            writer.write_tensor_data(quantize(values.contiguous().numpy(), kinds[name]))
+            writer.write_tensor_data(gguf.quantize(values.contiguous().numpy(), kinds[name]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,19 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedpriv.models.serving import requests
 from fedpriv.models.serving._engine import SharedBase, Weights
-from fedpriv.models.serving.requests import (
-    BusyError,
-    Classified,
-    Embedded,
-    EngineLimits,
-    Event,
-    Failed,
-    Finished,
-    Request,
-    ServingError,
-    Tokens,
-)
 from fedpriv.models.serving.sources import NoRoomError, VariantMemory
 
 log = logging.getLogger(__name__)
@@ -34,9 +23,9 @@ log = logging.getLogger(__name__)
 class ServingJob:
     """A request under way, its texts' tokens, and whether it is over: answered, failed or given up."""
 
-    request: Request
-    texts: tuple[Tokens, ...]
-    on_event: Callable[[Event], None]
+    request: requests.Request
+    texts: tuple[requests.Tokens, ...]
+    on_event: Callable[[requests.Event], None]
     begun: bool = False
     over: bool = False
 
@@ -79,10 +68,10 @@ class Waiting:
         """Let a new job wait; BusyError if as many of this client wait as may, or no more are accepted."""
         with self._changed:
             if not self._open:
-                raise BusyError("the server is about to stop; ask again later")
+                raise requests.BusyError("the server is about to stop; ask again later")
             own = self._num_new[job.request.client]
             if own >= self._most - self._num_new.total():
-                raise BusyError(f"{own} of your requests wait already; ask again later")
+                raise requests.BusyError(f"{own} of your requests wait already; ask again later")
             self._num_new[job.request.client] += 1
             self._put(job)
 
@@ -158,7 +147,9 @@ class Waiting:
 class PassCounter:
     """A desk's variants and passes so far; its numbers are those of `fedpriv.models.serving.requests.Statistics`."""
 
-    def __init__(self, base: SharedBase, memory: VariantMemory, waiting: Waiting, limits: EngineLimits) -> None:
+    def __init__(
+        self, base: SharedBase, memory: VariantMemory, waiting: Waiting, limits: requests.EngineLimits
+    ) -> None:
         self.base, self.memory, self.waiting, self.limits = base, memory, waiting, limits
         self.rows = limits.rows if base.shares_passes else 1
         self.num_passes = self.num_rows = self.num_variants = 0
@@ -182,8 +173,8 @@ class PassCounter:
                 self._is_blocked = True  # until a variant is given back
                 self.waiting.put_back(job, first=True)
                 return None
-            except ServingError as error:
-                tell(job, Failed(error=error))
+            except requests.ServingError as error:
+                tell(job, requests.Failed(error=error))
                 continue
             job.begun = True
             self._under_way.add(job)
@@ -197,10 +188,10 @@ class PassCounter:
             self.memory.give_back(job.variant)
             self._is_blocked = False
 
-    def fail(self, error: ServingError) -> None:
+    def fail(self, error: requests.ServingError) -> None:
         """Give up every job that has its variant."""
         for job in list(self._under_way):
-            tell(job, Failed(error=error))
+            tell(job, requests.Failed(error=error))
             self.give_back(job)
 
     def count(self, rows: Sequence[Weights]) -> None:
@@ -210,11 +201,11 @@ class PassCounter:
         self.num_variants += len({row.variant for row in rows})
 
 
-def tell(job: ServingJob, event: Event) -> None:
+def tell(job: ServingJob, event: requests.Event) -> None:
     """Tell an event to whom a job belongs, unless it is over; after its last event it is."""
     if job.over:
         return
-    job.over = isinstance(event, Classified | Embedded | Finished | Failed)
+    job.over = isinstance(event, requests.Classified | requests.Embedded | requests.Finished | requests.Failed)
     try:
         job.on_event(event)
     except Exception:
@@ -222,14 +213,18 @@ def tell(job: ServingJob, event: Event) -> None:
         job.over = True
 
 
-def failure(variant: str, error: Exception) -> ServingError:
+def failure(variant: str, error: Exception) -> requests.ServingError:
     """The error to be told of a pass that failed for a row alone: one line, and nothing of what is inside."""
     log.warning("a request for variant %s has failed: %s", variant, error, exc_info=error)
-    return error if isinstance(error, ServingError) else ServingError(f"variant {variant!r} failed on this request")
+    return (
+        error
+        if isinstance(error, requests.ServingError)
+        else requests.ServingError(f"variant {variant!r} failed on this request")
+    )
 
 
-def checked(variant: str, output: Tensor) -> Tensor | ServingError:
+def checked(variant: str, output: Tensor) -> Tensor | requests.ServingError:
     """Logits or a vector; the error to be told instead where one of the numbers is none, or infinite."""
     if output.amax().isfinite():
         return output
-    return ServingError(f"variant {variant!r} gives no finite answer to this request")
+    return requests.ServingError(f"variant {variant!r} gives no finite answer to this request")

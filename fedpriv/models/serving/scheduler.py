@@ -9,27 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedpriv.config import BaseFormat
-from fedpriv.models.serving import sources
+from fedpriv.models.serving import requests, sources
 from fedpriv.models.serving._classification import Classification
 from fedpriv.models.serving._engine import SharedBase
 from fedpriv.models.serving._generation import Generation
 from fedpriv.models.serving._jobs import PassCounter, ServingJob, Waiting, tell
 from fedpriv.models.serving._texts import Tokenizing
-from fedpriv.models.serving.requests import (
-    BASE,
-    Classify,
-    Embed,
-    EngineLimits,
-    Event,
-    Failed,
-    Generate,
-    Request,
-    ServingError,
-    Statistics,
-    Tokens,
-    TooLongError,
-    UnknownVariantError,
-)
 from fedpriv.models.serving.sources import LoadedBase, Source, VariantMemory
 
 log = logging.getLogger(__name__)
@@ -60,7 +45,7 @@ def open_serving(
     check(found.readers.keys())
     if base_dtype != "auto":
         found = replace(found, config=replace(found.config, base_dtype=base_dtype))
-    return Scheduler(found, sources.load(found), EngineLimits(memory_bytes=memory_bytes, waiting=max_waiting))
+    return Scheduler(found, sources.load(found), requests.EngineLimits(memory_bytes=memory_bytes, waiting=max_waiting))
 
 
 class Scheduler:
@@ -82,7 +67,7 @@ class Scheduler:
         instructs: whether they were trained on prompts with responses.
     """
 
-    def __init__(self, source: Source, loaded: LoadedBase, limits: EngineLimits) -> None:
+    def __init__(self, source: Source, loaded: LoadedBase, limits: requests.EngineLimits) -> None:
         like = source.like
         names = like.reading.encoder.names(loaded.tokenizer, pairs=False, max_length=like.reading.max_length)
         base = SharedBase(loaded.model, has_types="token_type_ids" in names)
@@ -90,9 +75,9 @@ class Scheduler:
         self.task, self.labels = like.task, like.labels
         self.embeds = self.task == "SEQ_CLS" and base.embeds
         readers = dict(source.readers)
-        self.has_base = BASE not in readers and (self.embeds or self.task == "CAUSAL_LM")
+        self.has_base = requests.BASE not in readers and (self.embeds or self.task == "CAUSAL_LM")
         if self.has_base:
-            readers[BASE] = lambda _: base.no_variant
+            readers[requests.BASE] = lambda _: base.no_variant
         self.names = tuple(readers)
         self.model_name, self.origin = like.model, source.origin
         most = like.reading.max_length if self.task == "SEQ_CLS" else limits.cached_tokens
@@ -116,7 +101,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="passes", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: requests.Request, on_event: Callable[[requests.Event], None]) -> Ticket:
         """Put a request with those that wait; passes take up rows of all variants as they come.
 
         Args:
@@ -130,25 +115,25 @@ class Scheduler:
         """
         # Looked up among known names alone: whatever a name holds, it never becomes a path.
         if request.variant not in self.names:
-            raise UnknownVariantError(f"there is no variant {request.variant[:100]!r}")
-        if isinstance(request, Generate) != (self.task == "CAUSAL_LM"):
-            raise ServingError(f"model {self.model_name} does not {type(request).__name__.lower()}")
-        if isinstance(request, Embed) and not self.embeds:
-            raise ServingError(f"model {self.model_name} pools no text into one vector")
-        if isinstance(request, Classify) and request.variant == BASE and self.has_base:
-            raise ServingError("the base has no head that was trained for classes; ask it for embeddings")
-        texts = (request.prompt,) if isinstance(request, Generate) else request.texts
-        further = _checked(request) if isinstance(request, Generate) else 0
+            raise requests.UnknownVariantError(f"there is no variant {request.variant[:100]!r}")
+        if isinstance(request, requests.Generate) != (self.task == "CAUSAL_LM"):
+            raise requests.ServingError(f"model {self.model_name} does not {type(request).__name__.lower()}")
+        if isinstance(request, requests.Embed) and not self.embeds:
+            raise requests.ServingError(f"model {self.model_name} pools no text into one vector")
+        if isinstance(request, requests.Classify) and request.variant == requests.BASE and self.has_base:
+            raise requests.ServingError("the base has no head that was trained for classes; ask it for embeddings")
+        texts = (request.prompt,) if isinstance(request, requests.Generate) else request.texts
+        further = _checked(request) if isinstance(request, requests.Generate) else 0
         for text in texts:
             self._check(text, further)
         job = ServingJob(request=request, texts=texts, on_event=on_event)
         self._waiting.add(job)
         return Ticket(job, self._waiting)
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> requests.Statistics:
         """At this moment."""
         passes = self._counter
-        return Statistics(
+        return requests.Statistics(
             num_waiting=self._waiting.num_new,
             num_passes=passes.num_passes,
             num_rows=passes.num_rows,
@@ -171,21 +156,21 @@ class Scheduler:
                 self._desk.step()
             except Exception:
                 log.exception("a step has failed; what was under way is given up")
-                self._desk.give_up(ServingError("the server failed"))
-        closed = ServingError(_CLOSED)
+                self._desk.give_up(requests.ServingError("the server failed"))
+        closed = requests.ServingError(_CLOSED)
         self._desk.give_up(closed)
         while (job := self._waiting.take()) is not None:
-            tell(job, Failed(error=closed))
+            tell(job, requests.Failed(error=closed))
         self._memory.clear()
 
-    def _check(self, text: Tokens, further: int) -> None:
+    def _check(self, text: requests.Tokens, further: int) -> None:
         if not text:
-            raise ServingError("a text or prompt has no token")
+            raise requests.ServingError("a text or prompt has no token")
         if len(text) + further > self.max_tokens:
             answer = f" and {further} for the answer" if further else ""
-            raise TooLongError(f"more than {self.max_tokens} tokens: the text has {len(text)} or more{answer}")
+            raise requests.TooLongError(f"more than {self.max_tokens} tokens: the text has {len(text)} or more{answer}")
         if min(text) < 0 or max(text) >= self._num_embeddings:
-            raise ServingError(f"a token is none of the model's, which are 0 to {self._num_embeddings - 1}")
+            raise requests.ServingError(f"a token is none of the model's, which are 0 to {self._num_embeddings - 1}")
 
 
 class Ticket:
@@ -200,19 +185,19 @@ class Ticket:
         self._waiting.remove(self._job)
 
 
-def _checked(request: Generate) -> int:
+def _checked(request: requests.Generate) -> int:
     """The most tokens of the answer."""
     if request.max_new_tokens < 1:
-        raise ServingError(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")
+        raise requests.ServingError(f"max_new_tokens = {request.max_new_tokens}: must be at least 1")
     if not 0 <= request.temperature < float("inf"):
-        raise ServingError(f"temperature = {request.temperature}: must be at least 0")
+        raise requests.ServingError(f"temperature = {request.temperature}: must be at least 0")
     if request.top_k < 0:
-        raise ServingError(f"top_k = {request.top_k}: must be at least 0")
+        raise requests.ServingError(f"top_k = {request.top_k}: must be at least 0")
     if not 0 < request.top_p <= 1:
-        raise ServingError(f"top_p = {request.top_p}: must be above 0 and at most 1")
+        raise requests.ServingError(f"top_p = {request.top_p}: must be above 0 and at most 1")
     for name in ("presence_penalty", "frequency_penalty"):
         if not -2 <= getattr(request, name) <= 2:
-            raise ServingError(f"{name} = {getattr(request, name)}: must be at least -2 and at most 2")
+            raise requests.ServingError(f"{name} = {getattr(request, name)}: must be at least -2 and at most 2")
     if not 0 <= (request.num_alternatives or 0) <= 20:
-        raise ServingError(f"num_alternatives = {request.num_alternatives}: must be at least 0 and at most 20")
+        raise requests.ServingError(f"num_alternatives = {request.num_alternatives}: must be at least 0 and at most 20")
     return request.max_new_tokens

@@ -24,16 +24,7 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InputError, StoreError
 from fedpriv.files import remove_files, sync_folder
-from fedpriv.models.variants._folder import (
-    LOCK,
-    RowFile,
-    check_folder,
-    damaged_rows,
-    damaged_tensors,
-    is_store,
-    own_files,
-    problems,
-)
+from fedpriv.models.variants import _folder
 from fedpriv.models.variants._index import FILE, MOST_BYTES, Digests, Index, State
 from fedpriv.models.variants.blocks import (
     BlockLayout,
@@ -82,14 +73,16 @@ class Store:
         self._manifests: dict[Digests, Manifest] = {}
         self._shared: dict[tuple[str, BlockLayout], Reference] = {}
         if not empty:
-            check_folder(path, read_only=read_only)
+            _folder.check_folder(path, read_only=read_only)
         try:
             with self._one_line_errors():
                 if not read_only:
                     self._lock()
                 if empty:
-                    remove_files(path, own_files(path, None))
-                self._index = Index(path / FILE, is_new=not read_only and not is_store(path), read_only=read_only)
+                    remove_files(path, _folder.own_files(path, None))
+                self._index = Index(
+                    path / FILE, is_new=not read_only and not _folder.is_store(path), read_only=read_only
+                )
                 self._look()
                 if not read_only:
                     self._tidy()
@@ -199,7 +192,7 @@ class Store:
             blocks = np.zeros((len(rows), manifest.layout.block_size), manifest.layout.dtype)
             blocks[present] = self._mapped[rows[present]]
         if not are_present or array_sha256(blocks) != manifest.blocks_sha256:
-            damaged = damaged_tensors(manifest, ~present | damaged_rows(blocks, self._catalogue[rows]))
+            damaged = _folder.damaged_tensors(manifest, ~present | _folder.damaged_rows(blocks, self._catalogue[rows]))
             # Rows may be sound, yet not those of the model: then the catalogue is damaged.
             raise StoreError(f"{self.path}: {[*damaged, f'model {name!r}: its blocks are not those of its digest'][0]}")
         return manifest.layout.from_blocks(blocks, extras)
@@ -331,7 +324,7 @@ class Store:
     def verify(self) -> list[str]:
         """List the damage, one line per model and tensor, or per file; [] for a sound store. Reads everything."""
         with self._one_line_errors():
-            return problems(self._index, self._rows_file if self._index.state.block_size else None)
+            return _folder.problems(self._index, self._rows_file if self._index.state.block_size else None)
 
     @property
     def bytes_stored(self) -> int:
@@ -402,7 +395,7 @@ class Store:
             raise InputError(f"model = {name!r}: was removed from {self.path}; its description alone is kept")
 
     @property
-    def _rows_file(self) -> RowFile:
+    def _rows_file(self) -> _folder.RowFile:
         return _rows_file(self.path, self._index.state)
 
     @property
@@ -421,7 +414,7 @@ class Store:
 
     def _lock(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._writer = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._writer = os.open(self.path / _folder.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -437,7 +430,7 @@ class Store:
     def _tidy(self) -> None:
         """Delete the files and rows that a writer which was killed left behind."""
         rows = self._rows_file
-        remove_files(self.path, own_files(self.path, self._index.state))
+        remove_files(self.path, _folder.own_files(self.path, self._index.state))
         if self._index.state.block_size:
             rows.trim(self._index.state.num_rows)
 
@@ -475,5 +468,5 @@ def check_name(name: str) -> None:
         raise InputError(f"model = {name!r}: a name has letters, digits and . _ = + -, 1 to 100 of them")
 
 
-def _rows_file(path: Path, state: State) -> RowFile:
-    return RowFile(path / f"blocks.{state.generation}.npy", np.dtype(state.dtype), (state.block_size,))
+def _rows_file(path: Path, state: State) -> _folder.RowFile:
+    return _folder.RowFile(path / f"blocks.{state.generation}.npy", np.dtype(state.dtype), (state.block_size,))

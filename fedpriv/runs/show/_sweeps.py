@@ -17,16 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fedpriv.errors import InputError
-from fedpriv.runs import RunFolder, RunStatus, files, is_alive, status_of
-from fedpriv.runs.figures import (
-    MISSING,
-    format_bound,
-    format_delta,
-    format_epsilon,
-    format_number,
-    format_percent,
-    format_seconds,
-)
+from fedpriv.runs import RunFolder, RunStatus, figures, files, is_alive, status_of
 from fedpriv.runs.show._tables import TextTable
 from fedpriv.runs.show._terminal import page_line, plain_table, show_status
 from fedpriv.runs.show._tracker import run_name
@@ -106,10 +97,10 @@ def _cells(run: SweepRun, *, has_perplexity: bool) -> tuple[str, ...]:
         return (name, run.state, *[""] * (6 if has_perplexity else 5))
     planned = "" if status.num_rounds_planned is None else f" of {status.num_rounds_planned}"
     return (
-        *(name, run.state, f"{status.num_rounds}{planned}", format_percent(status.test_accuracy)),
-        *([format_number(run.perplexity)] if has_perplexity else []),
-        MISSING if status.epsilon_local_max is None else format_bound(status.epsilon_local_max),
-        *(format_delta(status.delta_max), format_seconds(status.seconds)),
+        *(name, run.state, f"{status.num_rounds}{planned}", figures.format_percent(status.test_accuracy)),
+        *([figures.format_number(run.perplexity)] if has_perplexity else []),
+        figures.MISSING if status.epsilon_local_max is None else figures.format_bound(status.epsilon_local_max),
+        *(figures.format_delta(status.delta_max), figures.format_seconds(status.seconds)),
     )
 
 
@@ -247,10 +238,8 @@ def _show_sweep(path: Path, console: Console) -> tuple[dict[str, Any], bool]:
     spent = sweep.spending
     console.print(plain_table(sweep_table(sweep)))
     how = "composed" if spent.composed else "added up, never too small"
-    console.print(
-        f"\nall {spent.num_runs} runs together: {format_epsilon(spent.epsilon, spent.delta)}, local view, {how}",
-        soft_wrap=True,
-    )
+    epsilon = figures.format_epsilon(spent.epsilon, spent.delta)
+    console.print(f"\nall {spent.num_runs} runs together: {epsilon}, local view, {how}", soft_wrap=True)
     console.print(page_line(path), soft_wrap=True, markup=False)
     is_done = all(run.state in ("finished", "failed") for run in sweep.runs)
     return asdict(sweep), alive is False or (alive is None and is_done)

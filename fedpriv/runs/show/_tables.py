@@ -8,20 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fedpriv.runs import Sample, StoredAnswer, account_parts
-from fedpriv.runs.figures import (
-    MISSING,
-    asked_first,
-    best_baseline,
-    format_accuracy,
-    format_bound,
-    format_bytes,
-    format_delta,
-    format_number,
-    format_percent,
-    of_this_run,
-    told_first,
-)
+from fedpriv.runs import Sample, StoredAnswer, account_parts, figures
 from fedpriv.texts import holder_label, of_whom, what_is_counted
 
 if TYPE_CHECKING:
@@ -79,7 +66,7 @@ def format_range(values: pd.Series) -> str:
     """`0.04` if all values are equal, else `0.03 to 0.05`; missing values are ignored."""
     present = values.dropna()
     if present.empty:
-        return MISSING
+        return figures.MISSING
     low, high = f"{present.min():.4g}", f"{present.max():.4g}"
     return low if low == high else f"{low} to {high}"
 
@@ -101,7 +88,7 @@ def client_table(
     clients = list(clients)
     of_all = len(clients)
     has_aggregate = bool(clients) and all(client.get("epsilon_aggregate") is not None for client in clients)
-    views = [name for name in asked_first(view) if name != "aggregate" or has_aggregate]
+    views = [name for name in figures.asked_first(view) if name != "aggregate" or has_aggregate]
     if of_all > _MOST_LISTED:
         # The sort is stable, so that of equal ones the first are listed.
         clients = sorted(clients, key=lambda client: -_figure_of(client, f"epsilon_{views[0]}"))[:_LISTED_OF_MANY]
@@ -113,10 +100,10 @@ def client_table(
             holder_label(client["client"], client.get("name")),
             f"{client['num_records']:,}",
             str(client["rounds"]),
-            *(format_bound(client[f"epsilon_{name}"]) for name in views),
-            format_delta(client["delta"]),
-            format_bytes(client["bytes_up"]),
-            format_bytes(client["bytes_down"]),
+            *(figures.format_bound(client[f"epsilon_{name}"]) for name in views),
+            figures.format_delta(client["delta"]),
+            figures.format_bytes(client["bytes_up"]),
+            figures.format_bytes(client["bytes_down"]),
         )
         for client in clients
     )
@@ -132,9 +119,9 @@ def spread_table(clients: Sequence[Mapping[str, Any]], *, view: str) -> TextTabl
     rows = []
     for name, key, show in (
         ("rounds", "rounds", lambda value: f"{value:,.0f}"),
-        *((f"ε {name}", f"epsilon_{name}", format_bound) for name in asked_first(view)),
-        ("sent", "bytes_up", format_bytes),
-        ("received", "bytes_down", format_bytes),
+        *((f"ε {name}", f"epsilon_{name}", figures.format_bound) for name in figures.asked_first(view)),
+        ("sent", "bytes_up", figures.format_bytes),
+        ("received", "bytes_down", figures.format_bytes),
     ):
         values = sorted(_figure_of(client, key) for client in clients)
         if key == "epsilon_aggregate" and math.isinf(values[-1]):
@@ -169,8 +156,8 @@ def joining_table(summary: Mapping[str, Any]) -> TextTable | None:
             holder_label(client["client"], client.get("name")),
             f"{client['num_records']:,}",
             *([f"{client['num_own_test_records']:,}"] if together else ()),
-            format_percent(client[tested]),
-            format_percent(client[together] if together else summary["accuracy"]),
+            figures.format_percent(client[tested]),
+            figures.format_percent(client[together] if together else summary["accuracy"]),
         )
         for client in clients
     )
@@ -189,7 +176,7 @@ def recurrence_table(clusters: Iterable[Mapping[str, Any]] | None) -> TextTable 
             ", ".join(cluster["clients"]),
             str(cluster["recurrence"]),
             str(cluster["k"]) if cluster["k"] >= 2 else f"{cluster['k']}, no claim",
-            format_number(cluster["largest_difference"]),
+            figures.format_number(cluster["largest_difference"]),
         )
         for cluster in clusters
     )
@@ -210,9 +197,9 @@ def series_table(frame: pd.DataFrame, caption: str, format_value: Callable[[floa
 def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
     """The accuracies of a run and of what it has to beat, the run itself first; what was not computed has no row."""
     view = summary["privacy_view"]
-    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in told_first(view)}
+    epsilons = {name: summary.get(f"epsilon_{name}_max") for name in figures.told_first(view)}
     spent = views_text(epsilons, view, parts=account_parts(summary))
-    cost = f"ε {spent}, δ {format_delta(summary['delta_max'])}"
+    cost = f"ε {spent}, δ {figures.format_delta(summary['delta_max'])}"
     others = (
         ("without noise", "accuracy_non_private", "z = 0, clipping kept"),
         ("each alone", "alone_accuracy", _range_alone(summary)),
@@ -223,7 +210,7 @@ def accuracy_table(summary: Mapping[str, Any]) -> TextTable:
     )
     macro_f1 = "" if summary["macro_f1"] is None else f"{summary['macro_f1']:.4f}"
     rows = [
-        ("private" if summary["private"] else "this run", format_accuracy(summary), macro_f1, cost),
+        ("private" if summary["private"] else "this run", figures.format_accuracy(summary), macro_f1, cost),
         *((name, f"{summary[key]:.4f}", "", note) for name, key, note in others if summary[key] is not None),
     ]
     return TextTable(caption="Accuracies on one test set", headers=("", "accuracy", "macro F1", ""), rows=tuple(rows))
@@ -273,7 +260,8 @@ def language_table(summary: Mapping[str, Any]) -> TextTable | None:
     if summary["perplexity"] is None and summary["rouge_l"] is None:
         return None
     view = summary["privacy_view"]
-    spent = f"ε {format_bound(summary[f'epsilon_{view}_max'])} {view}, δ {format_delta(summary['delta_max'])}"
+    epsilon, delta = summary[f"epsilon_{view}_max"], summary["delta_max"]
+    spent = f"ε {figures.format_bound(epsilon)} {view}, δ {figures.format_delta(delta)}"
     rows = [
         (
             _name(summary["private"]),
@@ -335,12 +323,12 @@ def _name(private: bool) -> str:
 
 
 def _perplexity(value: float | None) -> str:
-    return MISSING if value is None else format_number(value) if value >= 1000 else f"{value:.2f}"
+    return figures.MISSING if value is None else figures.format_number(value) if value >= 1000 else f"{value:.2f}"
 
 
 def _with_error(value: float | None, error: float | None) -> str:
     if value is None:
-        return MISSING
+        return figures.MISSING
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
@@ -360,12 +348,12 @@ def views_text(
     """
     own = ""
     if parts is not None:
-        own, limit = of_this_run(parts, limit)
+        own, limit = figures.of_this_run(parts, limit)
         own = f"{own}: "
     of = "" if limit is None else f" of {limit[1]:.4g}"
     texts = [
-        f"{format_bound(epsilon)}{of if name == view else ''} {name}"
-        for name in told_first(view)
+        f"{figures.format_bound(epsilon)}{of if name == view else ''} {name}"
+        for name in figures.told_first(view)
         if (epsilon := epsilons.get(name)) is not None
     ]
     return own + ", ".join(texts)
@@ -375,5 +363,9 @@ def accuracies_to_beat(summary: Mapping[str, Any]) -> dict[str, float]:
     """The accuracies that a run has to beat, by name: chance only where the largest class is not known."""
     largest = summary.get("majority_accuracy")
     guess = {"chance": summary.get("chance_accuracy")} if largest is None else {"largest class": largest}
-    named = {**guess, "each alone": summary.get("alone_accuracy"), **dict(filter(None, [best_baseline(summary)]))}
+    named = {
+        **guess,
+        "each alone": summary.get("alone_accuracy"),
+        **dict(filter(None, [figures.best_baseline(summary)])),
+    }
     return {name: accuracy for name, accuracy in named.items() if accuracy is not None}

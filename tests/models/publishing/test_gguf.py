@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
-from gguf import get_tensor_name_map
+import gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LNTuningConfig, LoraConfig, get_peft_model
@@ -176,7 +176,7 @@ def test_ranks_and_alphas_of_single_layers_are_in_the_factors(settings):
     config = LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False, **settings)
     model = get_peft_model(KINDS["llama"](vocab_size=50, **SIZES), config)
     alpha, tensors = _gguf.adapter_tensors(model)
-    names = get_tensor_name_map(_gguf.architecture_of(model.config), 2)
+    names = gguf.get_tensor_name_map(_gguf.architecture_of(model.config), 2)
     for name, layer in model.get_base_model().named_modules():
         if name.endswith(tuple(TARGETS)):
             own = names.get_name(name)
@@ -270,7 +270,7 @@ def test_the_command_writes_both_or_one_and_never_half(tmp_path, monkeypatch):
     def full(*_arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gguf_files, "quantize", full)
+    monkeypatch.setattr(gguf, "quantize", full)
     assert "No space left on device" in fedpriv("export", run, tmp_path / "x", "--gguf", code=1)[1]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "x"))]
 
