@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,6 @@ from fedpriv.learning.data._mistakes import (
     CheckedColumns,
     Finding,
     Roles,
-    Values,
     by_folded,
     folded,
     is_empty,
@@ -293,31 +292,13 @@ def write_mended(table: Table, roles: Roles, out: Path, *, keep: Collection[str]
     changes += dropped
     kept = {name: [column[row] for row in rows] for name, column in values.items()}
     _write(out, kept)
-    after = replace(
-        before,
-        texts={name: _as_texts(kept[name]) for name in roles.texts},
-        labels=_as_texts(kept[roles.label]) if roles.label else (),
-        clients=_as_texts(kept[roles.client]) if roles.client else (),
-        persons=_as_texts(kept[roles.person]) if roles.person else (),
-        others={name: _as_texts(kept[name]) for name in before.others},
-        places=(),
-        unit="record",
-    )
+    after = CheckedColumns.of(replace(table, columns=kept, lines=()), roles)
     return Mended(len(rows), changes, mistakes(after))
-
-
-def _as_texts(values: Iterable[object]) -> list[str | None]:
-    return [None if value is None else str(value) for value in values]
-
-
-def _of_role(columns: CheckedColumns, role: str) -> Values:
-    """The names of clients, labels or persons."""
-    return {"client": columns.clients, "label": columns.labels, "person": columns.persons}[role]
 
 
 def _meant(columns: CheckedColumns, role: str, agreed: Sequence[str], keep: Collection[str]) -> dict[str, str]:
     """{spelling: the one that is meant} of the names that change."""
-    spellings = spellings_of(_of_role(columns, role))
+    spellings = spellings_of(getattr(columns, f"{role}s"))
     meant: dict[str, str] = {}
     for group in by_folded(spellings).values():
         target = spelling_meant({name: len(spellings[name]) for name in group}, agreed)
@@ -331,7 +312,7 @@ def _meant(columns: CheckedColumns, role: str, agreed: Sequence[str], keep: Coll
 
 def _renames(columns: CheckedColumns, role: str, meant: Mapping[str, str]) -> list[str]:
     """A line for each name that changes."""
-    spellings = spellings_of(_of_role(columns, role))
+    spellings = spellings_of(getattr(columns, f"{role}s"))
     return [
         (f"renamed {role} {name!r} to {target!r}" if target else f"took {role} {name!r} for a missing one")
         + ("" if folded(name) == folded(target) else f", likely misspelt; --keep {name!r} leaves it")
@@ -342,19 +323,14 @@ def _renames(columns: CheckedColumns, role: str, meant: Mapping[str, str]) -> li
 
 def _kept(columns: CheckedColumns, values: Mapping[str, Sequence[Any]], roles: Roles) -> tuple[list[int], list[str]]:
     """The rows that stay, and a line for each reason why others do not."""
-    needed = {
-        roles.client: "client",
-        roles.person: "person",
-        roles.label: "label",
-        **dict.fromkeys(roles.texts, "text"),
-    }
+    needed = {roles.client: "client", roles.person: "person", roles.label: "label"} | dict.fromkeys(roles.texts, "text")
     needed.pop("", None)
     dropped: dict[str, list[int]] = defaultdict(list)
     seen: Counter[str] = Counter()
     kept = []
     for row, record in enumerate(zip(*values.values(), strict=True)):
         named = dict(zip(values, record, strict=True))
-        lacking = next((what for name, what in needed.items() if is_empty(_as_texts([named[name]])[0])), None)
+        lacking = next((what for name, what in needed.items() if is_empty(named[name])), None)
         seen[repr(record)] += 1
         if lacking is not None:
             dropped[f"without a {lacking}"].append(row)

@@ -238,8 +238,8 @@ def refused(found: Sequence[Finding], checks: TableChecks, name: str, how: str) 
     return [f"{name}: {finding.message}" for finding in found]
 
 
-def is_empty(value: str | None) -> bool:
-    return value is None or not value.strip()
+def is_empty(value: object) -> bool:
+    return value is None or not str(value).strip()
 
 
 def _empty(columns: CheckedColumns) -> Iterator[Finding]:
