@@ -36,10 +36,7 @@ _EXTRAS = {"flwr": "federation", "flwr_datasets": "partition", "ray": "ray"}
 
 
 def program(module: str) -> ModuleType:
-    """Import a module of the programs.
-
-    Args:
-        module: as it is called in a clone, such as `simulations.api`.
+    """Import a module of the programs by its name in a clone, such as `simulations.api`.
 
     Raises:
         InputError: a package is missing, another folder of this name is found instead, or only a clone has the module.

@@ -72,10 +72,6 @@ _CONSTANTS = {"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}
 def strict_json(value: Any, *, indent: int | None = None) -> str:
     """Standard JSON, unlike that of Python's `json`: an infinity is "inf" or "-inf", and null stands for NaN.
 
-    Args:
-        value: what `json.dumps` takes.
-        indent: spaces per level; None writes a single line.
-
     Raises:
         TypeError: the value holds something that JSON cannot express.
     """

@@ -245,11 +245,7 @@ def seconds_to_pause(waited: float, *, shortest: float, longest: float) -> float
 
 
 def ask_again_soon(pull_objects: Any) -> None:
-    """Make Flower ask again soon for an array that a message announces and that has not arrived yet.
-
-    Args:
-        pull_objects: Flower's function; arrays follow their message within a tenth of a second.
-    """
+    """Make `pull_objects` ask again soon for an array that a message announces and that has not arrived yet."""
     pull_objects.__kwdefaults__["initial_backoff"] = _FIRST_RETRY_SECONDS
 
 

@@ -159,10 +159,6 @@ def start_child(
     It is in a process group of its own: otherwise Ctrl-C in a terminal would reach it too, besides whoever started it.
     Its standard input closes if this process is killed; see `end_with_parent`.
 
-    Args:
-        command: program and arguments.
-        user: whose process it is; None stands for the user of this process.
-
     Raises:
         OSError: it cannot be started.
     """

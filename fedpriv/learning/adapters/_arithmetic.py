@@ -57,12 +57,7 @@ def norm(adapter: Mapping[str, Tensor]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A matrix [out, in], as left @ right or in full.
-
-    Attributes:
-        left: float32 [out, rank]; the full matrix if `right` is None.
-        right: float32 [rank, in], or None.
-    """
+    """A matrix [out, in], as float32 left [out, rank] @ right [rank, in], or in full as left if `right` is None."""
 
     left: Tensor
     right: Tensor | None = None

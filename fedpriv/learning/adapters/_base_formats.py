@@ -138,13 +138,10 @@ def _in_bfloat16(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
 
 
 def quantise(name: str, model: Any, device: torch.device) -> None:
-    """Put NF4 layers in the place of a model's frozen linear layers, and make every other parameter float32.
+    """Put NF4 layers in the place of a model's frozen linear layers, and make every other parameter float32, in place.
 
     They are on the device from then on, and compute in bfloat16 on a GPU, in float32 on a CPU. The rest stays where it
     was.
-
-    Args:
-        model: of transformers, without an adapter; changed in place.
 
     Raises:
         InputError: bitsandbytes is missing or does not work on this device, or the model has no such layers.

@@ -38,11 +38,7 @@ def relevance(update: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> floa
 
 
 def threshold(start: float, round_: int) -> float:
-    """The relevance that an upload needs: v_0 / sqrt(t), which falls as updates become smaller.
-
-    Args:
-        start: v_0 in [0, 1]; with 0 every client uploads.
-        round_: t >= 1.
+    """The relevance that an upload of round t >= 1 needs, v_0 / sqrt(t) with v_0 in [0, 1]; at 0 every client uploads.
 
     Source: Luping et al. 2019, Section IV; convergence needs a threshold that falls to zero.
     """

@@ -52,13 +52,7 @@ def flora(model: GlobalModel, uploads: Sequence[Adapter], weights: Sequence[floa
 
 
 def fresh_start(model: GlobalModel, *, rank: int, seed: int, round_: int) -> Adapter:
-    """The adapter with which a client of this rank starts a round: A drawn afresh as peft does, B zero, and the head.
-
-    Args:
-        rank: r_k >= 1.
-        seed: of the run; nothing private depends on it.
-        round_: from 1.
-    """
+    """The adapter with which a client of rank >= 1 starts a round: A drawn afresh as by peft, B zero, and the head."""
     adapter = non_lora_tensors(model.adapter)
     generator = np.random.default_rng((seed, round_))
     for name, (left, right) in factors_of(model.initial).items():

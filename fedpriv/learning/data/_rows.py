@@ -89,11 +89,7 @@ def refuse_foreign(start: bytes, own: bytes = b"") -> None:
 
 
 def separator_of(header: str, asked: Separator) -> Separator:
-    """The separator that a header has, or the one that was asked for.
-
-    Args:
-        header: text that begins with the names of the columns.
-        asked: `auto` lets the header decide: it is the one that splits it, and comma if none does.
+    """The separator that splits a header, which may have text behind it, comma if none does; or the one asked for.
 
     Raises:
         LayoutError: several split the header.

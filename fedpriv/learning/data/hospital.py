@@ -101,7 +101,7 @@ _REGISTERS = tuple(_Register(**register) for register in _WORDS["registers"])
 
 
 def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
-    """The training messages, ordered by hospital, and the server's test messages.
+    """The training messages of a seed >= 0, ordered by hospital, and the server's test messages.
 
     Each patient has written one to six of a hospital's messages, most of them one; which ones decides no text.
 
@@ -112,12 +112,6 @@ def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
 
     The test set also uses phrases that no training message contains, so its distribution differs slightly. For
     non-members from exactly the same distribution, use the training messages of another seed.
-
-    Args:
-        seed: >= 0; another seed gives another corpus.
-
-    Raises:
-        ValueError: seed is negative.
     """
     rng = default_rng(seed)
     seen: set[str] = set()

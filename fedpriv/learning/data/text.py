@@ -296,12 +296,7 @@ def by_person(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def some_of(name: str, places: Sequence[int], most: int, key: bytes) -> list[int]:
-    """At most so many of a person's records, in their order; every choice of so many is equally likely over the keys.
-
-    Args:
-        most: >= 1.
-        key: secret to all who must not know which records count.
-    """
+    """At most so many >= 1 of a person's records, in their order; over secret keys every choice is equally likely."""
     if len(places) <= most:
         return list(places)
     drawn = [

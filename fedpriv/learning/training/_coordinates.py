@@ -118,11 +118,7 @@ class VectorLayout:
 
     @staticmethod
     def of(shapes: Mapping[str, torch.Size], parts: Sequence[Sequence[str]]) -> VectorLayout:
-        """The layout in which each part is one slice.
-
-        Args:
-            shapes: {tensor name: its shape}.
-            parts: groups of tensor names that contain every tensor once, from `clipping_parts`.
+        """The layout of tensors of these shapes in which each part, as from `clipping_parts`, is one slice.
 
         Raises:
             ValueError: the parts do not contain every tensor once.

@@ -134,12 +134,7 @@ class ClippedSums:
         self._most = clip_norm / self._unit * ROUNDING_MARGIN
 
     def add(self, inputs: HeadInputs, residuals: Tensor, runs: Sequence[tuple[int, slice]]) -> None:
-        """Add at most `ROWS_OF_A_PRODUCT` records.
-
-        Args:
-            residuals: [records, classes], from `residuals`.
-            runs: each client and its records.
-        """
+        """Add at most `ROWS_OF_A_PRODUCT` records, with residuals [records, classes] and the rows of each client."""
         lengths, scales = _in_turn(residuals.square()).sqrt(), inputs.scales / self._step
         for part in self._parts:
             steps = inputs.steps[:, part]

@@ -162,11 +162,7 @@ class Predictions:
 
 
 def class_sum_losses(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Minus the logit of each record's class, [batch]: its gradient in the head is minus what the head reads.
-
-    Args:
-        logits: [batch, classes].
-        batch: with labels, int64 [batch].
+    """Minus the logit of each record's label, [batch]: its gradient in the head is minus what the head reads.
 
     Raises:
         ValueError: there are no labels.

@@ -82,11 +82,7 @@ class AuditedClient:
 
 
 def inclusions(num: int, source: RandomSource) -> Flags:
-    """Which canaries are included, bool [num], each with probability 1/2.
-
-    Args:
-        num: number of canaries, >= 2.
-        source: of the coins; must be secret in an audit of real data.
+    """Which canaries are included, bool [num], each with probability 1/2; the source must be secret with real data.
 
     Raises:
         InputError: there are fewer than two.
@@ -156,7 +152,6 @@ def inserted(records: Records, canaries: Records, included: Flags, repeats: int 
     """The records, followed by the included canaries; where persons are the unit, each is a person of its own.
 
     Args:
-        canaries: all of them.
         included: bool [canaries].
         repeats: how often the data have an included canary, >= 1.
 
@@ -229,9 +224,6 @@ def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient:
     """A client of a run with an audit, with its canaries.
 
     The coins use the run's seed, since the auditor has to know them: they protect only canaries.
-
-    Args:
-        bench: with the client's records.
 
     Raises:
         InputError: there are too few records.

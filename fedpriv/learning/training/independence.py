@@ -106,13 +106,7 @@ def finite(values: Tensor) -> Tensor:
 def isolated(
     compute: Callable[[list[int]], Result], positions: Sequence[int]
 ) -> Iterator[tuple[list[int], Result | None]]:
-    """The result for all positions together or, if that fails, for each alone; None for one that fails alone.
-
-    Args:
-        positions: at least one.
-
-    Yields:
-        Positions, and their result.
+    """Positions with their result: all at least one together or, if that fails, each alone, None where it fails again.
 
     Raises:
         Exception: memory ran out for one record alone. What else is in memory would decide whether that counts.

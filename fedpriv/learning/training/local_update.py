@@ -149,10 +149,6 @@ class UpdateSpec:
         one moves the pair by at most C = 1 in L2, and by exactly 1 if h is 0 or 1. Which records are set aside is no
         sampling that amplifies privacy, so q = 1: the coins of `fedpriv.learning.data.federated` are the same in every
         evaluation. A person adds the mean of the same over at most m records, which is no longer.
-
-        Args:
-            noise_multiplier: z >= 0, the standard deviation of the noise on each count.
-            max_records_per_person: m; 0 where the unit is the record.
         """
         return UpdateSpec(
             num_rounds=1,
@@ -362,11 +358,7 @@ def planned_event(
 
 
 def check(spec: UpdateSpec) -> None:
-    """Refuse an objective, scale or combination that no update is defined for.
-
-    Raises:
-        ValueError: names the value and what is possible.
-    """
+    """Refuse an objective, scale or combination that no update is defined for; the ValueError says what is possible."""
     if spec.objective == COUNTS:
         if spec != UpdateSpec.counts(spec.noise_multiplier, spec.max_records_per_person):
             raise ValueError(f"objective = {COUNTS}: goes with the fields of `UpdateSpec.counts` alone")

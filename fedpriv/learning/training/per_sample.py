@@ -135,12 +135,7 @@ def _without_cache(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainableLayer:
-    """A trainable leaf layer and the names of its parameters.
-
-    Attributes:
-        weight: name of the weight; None if it is frozen.
-        bias: name of the bias; None if there is none or it is frozen.
-    """
+    """A trainable leaf layer, with the names of its weight and its bias; None for one that is frozen or missing."""
 
     module: Any
     weight: str | None
@@ -238,13 +233,7 @@ class Stack:
 def recorded(
     layers: Mapping[str, TrainableLayer], stack: Stack | None, wanted: Collection[str] = ()
 ) -> Iterator[_Activations]:
-    """Within this context each record uses its own client's parameters, and the wanted layers are recorded.
-
-    Args:
-        layers: from `trainable_layers`.
-        stack: the parameters of each record's client; None uses the model's own.
-        wanted: names of the layers whose gradients are wanted.
-    """
+    """Within this context each record uses its own client's parameters, and the wanted layers are recorded."""
     activations: _Activations = {}
 
     def forward_of(name: str, layer: TrainableLayer) -> Callable[[Tensor], Tensor]:

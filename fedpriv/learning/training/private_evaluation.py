@@ -160,12 +160,7 @@ def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Re
 
 
 def noised(counts: Tensor, spec: UpdateSpec, source: RandomSource) -> tuple[Tensor, Event]:
-    """The counts with Gaussian noise, float64 [2], and the event that pays for them.
-
-    Args:
-        counts: float64 [2], from `count`.
-        spec: of `UpdateSpec.counts`.
-    """
+    """The counts, float64 [2], with Gaussian noise by `UpdateSpec.counts`, and the event that pays for them."""
     request = noise_request(spec, [spec.sampling_probability], len(counts), num_parts=1)
     sums, (event,) = MECHANISMS.named(spec.mechanism).add_noise(counts.unsqueeze(0), request, [source])
     return sums[0], event

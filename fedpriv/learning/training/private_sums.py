@@ -326,11 +326,7 @@ class UpdateNoise:
         return event
 
     def noised(self, update: Tensor, source: RandomSource) -> Tensor:
-        """The clipped update with noise of standard deviation z C on every value, float64 [values].
-
-        Args:
-            update: [values]; one that is not finite counts as zero.
-        """
+        """The clipped update [values], zero if not finite, with noise of standard deviation z C on each, float64."""
         clipped = clipped_rows(update.unsqueeze(0), self.clip_norm, [slice(0, len(update))])
         noised, _ = MECHANISMS[FOR_SUMS].add_noise(clipped, self._request(len(update)), [source])
         return noised[0]

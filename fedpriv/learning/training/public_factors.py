@@ -242,11 +242,7 @@ def _response(row: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def spoken_tokens(responses: Sequence[Sequence[int]]) -> list[int]:
-    """The tokens of the responses, ascending, without what ends them, unless one of them begins another.
-
-    Args:
-        responses: tokens of each, the last of which ends it.
-    """
+    """The tokens of the responses, ascending, without what ends them, unless one of them begins another."""
     bodies = [tuple(response[:-1]) for response in responses]
     # A text that begins others stands right before one of them.
     begins = any(other[: len(one)] == one for one, other in pairwise(sorted(bodies)))

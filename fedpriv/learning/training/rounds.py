@@ -83,12 +83,7 @@ class RunSchedule:
         return self.phase(round_).spec
 
     def following(self, after: int, num_rounds: int) -> list[tuple[PhaseRounds, int]]:
-        """The phases of the next rounds, and how many rounds each of them takes; one by one where there is a schedule.
-
-        Args:
-            after: the last finished round, >= 0.
-            num_rounds: >= 0, at most those that are left.
-        """
+        """The phases of the rounds after the last finished one, and how many each takes; one by one with a schedule."""
         if self.scheduled:
             return [(self.phase(round_), 1) for round_ in range(after + 1, after + num_rounds + 1)]
         spans, first = [], 0
@@ -212,12 +207,7 @@ def mean_upload(adapter: Adapter, spec: UpdateSpec, mean: Tensor) -> Adapter:
 
 
 def client_masses(config: RunConfig, sizes: Mapping[int, int]) -> dict[int, float]:
-    """{client: w_k N_k}, to which its weight rho_k in a round's sum is in proportion.
-
-    Args:
-        config: of the run; `client_weights` decides w_k.
-        sizes: {client: registered N_k}, never what a reply claims.
-    """
+    """{client: w_k N_k}, from registered N_k: what its weight rho_k in a round's sum is in proportion to."""
     if config.weighting == "uniform":
         return dict.fromkeys(sizes, 1.0)  # equal to the bit, which (1 / N_k) N_k is not
     return {client: client_weight(size, config.weighting) * size for client, size in sizes.items()}
@@ -228,9 +218,6 @@ def record_weights(config: RunConfig, spec: UpdateSpec, sizes: Mapping[int, int]
 
     Its noise of scale z C counts for the same. B_k is the expected batch size; rho_k alone where the clipped vector and
     its noise are not divided by it: under the clipping rule `batch`, and with noise on the upload.
-
-    Args:
-        sizes: {client: registered N_k}.
     """
     masses = client_masses(config, sizes)
     if spec.clipping == "batch" or spec.noise_on == "upload":

@@ -124,10 +124,6 @@ def load_model(
 def load_frozen(config: RunConfig, model: str, *, task: str, labels: tuple[str, ...], normalize: bool) -> BaseModel:
     """A frozen base in float32, or in 4 bits on the configured device.
 
-    Args:
-        config: decides the device, the format, and the seed of a new head.
-        model, task, labels, normalize: as for `load_base`.
-
     Raises:
         InputError: the model or the device cannot be used.
     """
@@ -432,9 +428,6 @@ def records_per_second(at_least_seconds: float = 2.0) -> float:
 
     The records are random tokens, as long as the model reads them, and pass through all of its layers; real ones are
     shorter, and the states of frozen layers are kept.
-
-    Args:
-        at_least_seconds: for which updates are repeated, > 0; the first one, which warms up, is not counted.
     """
     config = RunConfig(prefix_cache=False, noise_multiplier=1.0, start_noise_multiplier=1.0, learning_rate=1.0)
     _, model = load_model(config, labels=tuple(map(str, range(_NUM_LABELS))))

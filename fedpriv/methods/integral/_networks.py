@@ -442,7 +442,6 @@ def train_clipped_stacked(
     An intruder compares a private model with these: every step uses all records and clips each gradient.
 
     Args:
-        network, features, labels, schedule: as for `train_privately`.
         records: int64 [networks, size], the rows of the data on which each network is trained.
     """
     rows = torch.from_numpy(records)

@@ -90,13 +90,10 @@ def compare(
 
 
 def reductions(records: Sequence[Record], sensitivity: float = 1.0) -> list[Record]:
-    """The reduction of mean absolute noise on a scalar against Gaussian noise, next to what the paper reports.
+    """The reduction of mean absolute noise on a scalar, of `compare` at all epsilons, beside what the paper reports.
 
     For every epsilon: `paper`, None if it has no figure; `laplace` and `lmo` (all three parts) of the same cost;
     `staircase`, the largest reduction of any noise that is epsilon-DP at delta 0.
-
-    Args:
-        records: of `compare`, for a single release of a scalar, at all epsilons.
     """
     rows = []
     for epsilon in dict.fromkeys(record["epsilon"] for record in records):

@@ -174,14 +174,10 @@ def _participating(events: Iterable[Event], delta: float) -> tuple[tuple[Event, 
 
 
 def total_loss(events: Iterable[Event], value_interval: float) -> Any:
-    """A privacy loss distribution that bounds the whole composition from above.
+    """A privacy loss distribution, on a grid of this interval, that bounds a composition of events that have one.
 
     Like dp-accounting's accountant, it starts from the identity, which truncates 1e-15 of the tails. Without that
     truncation the bound would be just as valid, but lower than the library's.
-
-    Args:
-        events: each with a known privacy loss distribution.
-        value_interval: value discretization interval of the privacy loss, > 0.
     """
     from dp_accounting import pld
 
@@ -243,14 +239,10 @@ def _value_interval(events: tuple[Event, ...], rdp_epsilon: float) -> float:
 
 
 def affordable(events: Sequence[Event], value_interval: float) -> float | None:
-    """The interval, doubled until the grid of losses is small enough; None if pld cannot or need not be asked.
+    """The interval > 0, doubled until the grid of losses is small enough; None if pld cannot or need not be asked.
 
     The grid has the losses from minus to plus the rdp epsilon at the tail that is left outside. Its size alone decides,
     whatever epsilon is: a coarser grid gives a bound that is larger by little, and so no jump.
-
-    Args:
-        events: at least one, each with noise.
-        value_interval: the value discretization interval that the precision asks for, > 0.
     """
     if not all(event.has_pld for event in events):
         return None

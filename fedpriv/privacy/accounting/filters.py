@@ -127,10 +127,7 @@ class RenyiFilter(_Filter):
         return event.count * _divergence(event.with_count(1), self.order)
 
     def limit(self, epsilon: float, delta: float) -> float:
-        """The largest divergence that implies (epsilon, delta)-DP.
-
-        Source: Canonne, Kamath and Steinke 2020, Proposition 12.
-        """
+        """The largest divergence that implies (epsilon, delta)-DP (Canonne, Kamath, Steinke 2020, Proposition 12)."""
         order = self.order
         return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
 

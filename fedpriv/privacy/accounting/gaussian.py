@@ -206,14 +206,7 @@ def _log_binomial(orders: Array, k: Array) -> Array:
 
 
 def composed_curve(sampling_probability: float, noise_multiplier: float, count: int, orders: npt.ArrayLike) -> Array:
-    """[orders] Renyi divergence of `count` releases; infinite without noise.
-
-    Args:
-        sampling_probability: q in [0, 1].
-        noise_multiplier: z >= 0.
-        count: number of releases, >= 1.
-        orders: each > 1.
-    """
+    """[orders] Renyi divergence of `count` releases at orders > 1; infinite without noise."""
     orders = np.asarray(orders, dtype=float)
     if sampling_probability == 0:
         return np.zeros(orders.shape)
@@ -229,14 +222,7 @@ def composed_curve(sampling_probability: float, noise_multiplier: float, count: 
 
 
 def composed_loss(sampling_probability: float, noise_multiplier: float, count: int, value_interval: float) -> Any:
-    """The privacy loss distribution of `count` releases, built in the same steps as by dp-accounting's accountant.
-
-    Args:
-        sampling_probability: q in (0, 1].
-        noise_multiplier: z > 0.
-        count: number of releases, >= 1.
-        value_interval: value discretization interval of the privacy loss, > 0.
-    """
+    """The privacy loss distribution of `count` releases, built in the same steps as by dp-accounting's accountant."""
     if sampling_probability == 1:
         # n Gaussian releases equal one with 1 / sqrt(n) of the noise.
         return _single_loss(noise_multiplier / math.sqrt(count), 1.0, value_interval)
@@ -256,10 +242,7 @@ def _single_loss(noise_multiplier: float, sampling_probability: float, value_int
 
 
 def _masses(z: float, q: float, adjacency: Any, value_interval: float) -> Any:
-    """The probabilities of the losses that are multiples of the interval, by the divergence at each of them.
-
-    Source: Doroshenko et al. 2022, Algorithm 1.
-    """
+    """The probabilities of losses that are multiples of the interval (Doroshenko et al. 2022, Algorithm 1)."""
     from dp_accounting.pld.pld_pmf import create_pmf_pessimistic_connect_dots_fixed_gap
     from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 

@@ -67,18 +67,10 @@ class Event(ABC):
 
     @abstractmethod
     def rdp(self, orders: npt.ArrayLike) -> Array:
-        """[orders] Renyi divergence of all `count` releases; infinite at orders where no bound is known.
-
-        Args:
-            orders: Renyi orders a > 1, [orders].
-        """
+        """[orders] Renyi divergence of all `count` releases at orders > 1; infinite where no bound is known."""
 
     def pld(self, value_interval: float) -> Any:
-        """A privacy loss distribution that bounds all `count` releases from above; None if none is known.
-
-        Args:
-            value_interval: value discretization interval of the privacy loss, > 0.
-        """
+        """A privacy loss distribution, on a grid of this interval, that bounds all releases; None if none is known."""
         return None
 
     @abstractmethod

@@ -183,12 +183,7 @@ def _gaussian_multiplier(epsilon: float, delta: float, fixed: tuple[Event, ...])
 
 
 def start_noise_for_steps(noise_multiplier: float, num_steps: int) -> float:
-    """z of the head's start that goes with full-batch steps whose noise is given, so that it spends the same share.
-
-    Args:
-        noise_multiplier: z of each step, >= 0.
-        num_steps: T >= 1.
-    """
+    """z of the head's start that spends the same share as with T >= 1 full-batch steps whose noise z >= 0 is given."""
     return noise_multiplier * math.sqrt((1 - START_SHARE) / (START_SHARE * num_steps))
 
 
@@ -255,11 +250,7 @@ def delivered_noise(num_steps: int, momentum: float, *, num_after: int) -> float
 
 
 def affordable_step(noise_per_step_length: float) -> float:
-    """The total step after which each of the head's weights has noise of 0.487; infinite without noise.
-
-    Args:
-        noise_per_step_length: >= 0, of a weight per unit of the total step, as delivered.
-    """
+    """The total step after which each of the head's weights has noise of 0.487; infinite without noise."""
     return _FINAL_NOISE / noise_per_step_length if noise_per_step_length else math.inf
 
 
@@ -303,11 +294,7 @@ def joint_rates(
 def lora_noise(
     federation: WeightedClients, *, noise_stddev: float, sampling_probability: float, num_steps: int, num_values: int
 ) -> float:
-    """nu^2 d: the squared length of the noise in A and B per unit of their total step, to be held against `LORA_PAYS`.
-
-    Args:
-        federation, noise_stddev, sampling_probability, num_steps, num_values: as for `joint_rates`.
-    """
+    """nu^2 d: the squared length of the noise in A and B per unit of total step, to be held against `LORA_PAYS`."""
     nu = noise_per_step_length(
         federation,
         noise_stddev=noise_stddev,

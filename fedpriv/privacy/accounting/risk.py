@@ -222,14 +222,11 @@ def _interval(composition: Sequence[Event]) -> float:
 
 
 def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any, Risk]:
-    """The risk of each of many histories, in little more time than that of a few.
+    """The risk of each of many histories, {whose: (events, delta)}, in little more time than that of a few.
 
     Where more than 32 differ, those that differ in q, count and noise alone share at most 64 sets of values: q and
     count are rounded up, and noise down, as little as that takes. No figure is smaller than the true one, and those of
     a history with the largest q and count and the least noise of its kind, which is the worst, are exact.
-
-    Args:
-        histories: {whose: (events, delta)}.
 
     Raises:
         ValueError: see `risk_of`.

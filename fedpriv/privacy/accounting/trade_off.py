@@ -30,11 +30,7 @@ _MOST_ORDERS = 32
 
 
 def gaussian(mu: npt.ArrayLike) -> TradeOff:
-    """mu-GDP: telling the two worlds apart is at least as hard as telling N(0, 1) from N(mu, 1).
-
-    Args:
-        mu: >= 0, one for all tests or one for each.
-    """
+    """mu-GDP, mu >= 0 for all tests or each: telling the worlds apart is at least as hard as N(0, 1) from N(mu, 1)."""
     mu = np.asarray(mu, dtype=float)
     return lambda x: np.asarray(special.ndtr(-special.ndtri(x) - mu))
 
@@ -93,14 +89,7 @@ def _log_moment(p: tuple[Array, Array], q: tuple[Array, Array], order: Array) ->
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The epsilon that mu-GDP implies at delta, >= 0.
-
-    Args:
-        mu: >= 0, finite.
-        delta: in (0, 1).
-
-    Source: Dong, Roth and Su 2022, Corollary 2.13.
-    """
+    """The epsilon >= 0 that mu-GDP, mu >= 0, implies at delta (Dong, Roth and Su 2022, Corollary 2.13)."""
 
     def excess(epsilon: float) -> float:
         tail = math.exp(min(700.0, epsilon + float(special.log_ndtr(-epsilon / mu - mu / 2))))
@@ -115,11 +104,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def of_group(trade_off: TradeOff, size: int) -> TradeOff:
-    """How well any test tells worlds apart that differ in so many of the protected together.
-
-    Args:
-        trade_off: f, of one.
-        size: >= 1.
+    """How well any test tells worlds apart that differ in `size` >= 1 of the protected together.
 
     Source: Dong, Roth and Su 2022, Theorem 2.14: 1 - (1 - f) applied so many times.
     """
@@ -144,10 +129,6 @@ def mu_of(trade_off: TradeOff, delta: float) -> float:
     """The smallest mu with 1 - f(x) <= 1 - f_mu(x) + delta for all x, from above; infinite if there is none.
 
     Only tests with x <= 1/2 count: those beyond mirror them, and ask for less.
-
-    Args:
-        trade_off: f.
-        delta: in (0, 1).
     """
     z = np.linspace(-37.0, 0.0, 500)
     missed = trade_off(special.ndtr(z))

@@ -143,13 +143,10 @@ def smallest_rho_bars(
 
 
 def num_readers(colluding: int) -> int:
-    """max(c, 1): how many participants may read a sum without their own noise in it, together.
+    """max(c, 1): how many participants may read a sum without their own noise in it, where c >= 0 may collude.
 
     Every participant learns the sum, since the next model shows it, and knows its own vector. So one that colludes with
     nobody reads as much as one that colludes with the server, and is one of the c who do.
-
-    Args:
-        colluding: c >= 0, clients that may collude with the server.
     """
     return max(colluding, 1)
 

@@ -185,12 +185,7 @@ def _is_exact(grid: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientGrid:
-    """The grid on which one client's sum becomes integers.
-
-    Attributes:
-        points: gamma c_k > 0, grid points per unit of the sum.
-        bound: > 0, largest magnitude of any value of the sum, in its units, to which it is clamped.
-    """
+    """One client's grid: `points` gamma c_k > 0 per unit of its sum, each of whose values is clamped to `bound` > 0."""
 
     points: float
     bound: float

@@ -51,9 +51,6 @@ def normal_from_words(words: Words) -> Tensor:
     A word selects one of 2^64 equal cells of (0, 1), and the value is the quantile at the middle of the cell. The lower
     half is inverted and the upper half mirrored: a float64 resolves every cell near 0, but could not near 1. Every
     value is finite (at most 9.2 in size), and the two tails mirror each other.
-
-    Args:
-        words: uniform 64-bit words.
     """
     import torch  # deferred: a configuration is checked without it
 
@@ -70,9 +67,6 @@ def uniform_from_words(words: Words) -> npt.NDArray[np.float64]:
     """Uniform values in (0, 1], float64, one for each 64-bit word: the middle of the word's cell of width 2^-64.
 
     A float64 resolves every cell near 0; near 1 it rounds, within the last 2^-54 to 1.
-
-    Args:
-        words: uniform 64-bit words.
     """
     # By halves, lower ones first, which are exact: the cast of a whole word branches on its top bit, a coin.
     halves = words.astype("<u8", copy=False).view("<u4")
@@ -84,9 +78,6 @@ def laplace_from_words(words: Words) -> npt.NDArray[np.float64]:
 
     The top bit is the sign; the other 63 select a cell of (0, 1] whose middle is inverted. Sizes reach 44, where the
     remaining probability is the width of a single cell, and have a resolution of 2^-53 near 0.
-
-    Args:
-        words: uniform 64-bit words.
     """
     # As an int64, a word with its top bit set is negative.
     return np.copysign(np.log(uniform_from_words(words << np.uint64(1))), words.view(np.int64))
@@ -98,7 +89,6 @@ def _bernoulli_from_words(words: Words, probability: float) -> Tensor:
     Rounding the probability down is safe for privacy: less sampling never costs more.
 
     Args:
-        words: uniform 64-bit words.
         probability: in [0, 1].
     """
     import torch  # deferred: a configuration is checked without it

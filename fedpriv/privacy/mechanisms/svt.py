@@ -112,9 +112,7 @@ class SparseVector:
     positive answers. An answer must not reveal the noisy value, since that would reveal z.
 
     Args:
-        epsilon: as for `noise_scales`.
-        cutoff: as for `noise_scales`.
-        sensitivity: as for `noise_scales`.
+        epsilon, cutoff, sensitivity: as for `noise_scales`.
         source: source of the noise; seeded only in a run marked `simulate`.
 
     Source: Lyu, Su and Li 2017, Algorithm 1, with integer noise.
@@ -148,10 +146,6 @@ def discrete_laplace(scale: Fraction, source: RandomSource) -> int:
     """One value x with probability (e^(1/scale) - 1) / (e^(1/scale) + 1) e^(-|x| / scale), exactly.
 
     It uses only integers and bits from the source, so nothing is rounded.
-
-    Args:
-        scale: > 0.
-        source: source of the bits.
 
     Source: Canonne, Kamath and Steinke 2020, Algorithm 2.
     """
