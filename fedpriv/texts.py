@@ -70,11 +70,7 @@ _CONSTANTS = {"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
-    """Standard JSON, unlike that of Python's `json`: an infinity is "inf" or "-inf", and null stands for NaN.
-
-    Raises:
-        TypeError: the value holds something that JSON cannot express.
-    """
+    """Standard JSON: an infinity is "inf" or "-inf", null stands for NaN; TypeError for what JSON cannot express."""
     text = json.dumps(value)
     if indent is None and "NaN" not in text and "Infinity" not in text:
         return text

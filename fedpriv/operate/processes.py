@@ -157,10 +157,7 @@ def start_child(
     """A process whose output, errors too, comes through a pipe as text, and whose standard input is one from here.
 
     It is in a process group of its own: otherwise Ctrl-C in a terminal would reach it too, besides whoever started it.
-    Its standard input closes if this process is killed; see `end_with_parent`.
-
-    Raises:
-        OSError: it cannot be started.
+    Its standard input closes if this process is killed; see `end_with_parent`. OSError if it cannot be started.
     """
     return subprocess.Popen(
         command,

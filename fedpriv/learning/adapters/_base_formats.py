@@ -141,10 +141,7 @@ def quantise(name: str, model: Any, device: torch.device) -> None:
     """Put NF4 layers in the place of a model's frozen linear layers, and make every other parameter float32, in place.
 
     They are on the device from then on, and compute in bfloat16 on a GPU, in float32 on a CPU. The rest stays where it
-    was.
-
-    Raises:
-        InputError: bitsandbytes is missing or does not work on this device, or the model has no such layers.
+    was. InputError if bitsandbytes is missing or does not work on this device, or the model has no such layers.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError("base_dtype = nf4: needs bitsandbytes; run pip install 'fedpriv[quantized]', or use bfloat16")

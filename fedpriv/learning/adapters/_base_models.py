@@ -243,10 +243,8 @@ def freeze(
 
     With `normalize`, the head reads vectors of a fixed length (`fedpriv.learning.adapters.pooling`), is new whether or
     not the checkpoint has one, and starts at zero: a random start, of a norm of about 0.4, would be noise alone. A head
-    of several layers that the checkpoint lacks is one linear layer too, and starts at zero.
-
-    Raises:
-        InputError: `normalize` is set, and there is no classifier's backbone whose states could be pooled.
+    of several layers that the checkpoint lacks is one linear layer too, and starts at zero. InputError if there is no
+    classifier's backbone whose states could be pooled.
     """
     if normalize and task != "SEQ_CLS":
         raise InputError(f"model = {name!r}: normalised features need a classifier; use recipe = per-sample")

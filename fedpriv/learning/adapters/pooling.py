@@ -122,10 +122,8 @@ def _forward(model: Any, input_ids: Any = None, *, labels: Any = None, return_di
 def apply(model: Any, convention: str) -> None:
     """Make the classification model pool by the given convention from now on, into one linear head.
 
-    A head of several layers is replaced by one of zeros, `classifier`; no random number is drawn.
-
-    Raises:
-        ValueError: the convention is unknown.
+    A head of several layers is replaced by one of zeros, `classifier`; no random number is drawn. ValueError if the
+    convention is unknown.
     """
     if convention not in CONVENTIONS:
         raise ValueError(f"pooling = {convention!r}: must be one of {', '.join(CONVENTIONS)}")

@@ -89,11 +89,7 @@ def refuse_foreign(start: bytes, own: bytes = b"") -> None:
 
 
 def separator_of(header: str, asked: Separator) -> Separator:
-    """The separator that splits a header, which may have text behind it, comma if none does; or the one asked for.
-
-    Raises:
-        LayoutError: several split the header.
-    """
+    """The separator that splits a header, comma if none does, or the one asked for; LayoutError if several do."""
     if asked != "auto":
         return asked
     sizes = {name: len(_first(header, separator)) for name, separator in SEPARATORS.items()}

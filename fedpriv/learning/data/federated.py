@@ -145,10 +145,7 @@ def load_own(config: RunConfig, source: DataSource) -> FederatedData:
     Guarantee: a line of the file, or a row of a Parquet file, decides one record and changes no other. One that is left
     out would have had no gradient, and every record's inclusion in a sample is a coin of its own, so leaving it out
     changes nothing for the others. Where persons are the unit, it changes nothing for other persons, and a record that
-    names nobody is left out: it could be about anyone.
-
-    Raises:
-        InputError: the file or a column cannot be used; no record decides that.
+    names nobody is left out: it could be about anyone. InputError if the file or a column cannot be used.
     """
     places = read_own(source if config.labels else replace(source, label_column=""))
     read = [record for record in places if isinstance(record, OwnRecord)]

@@ -118,11 +118,7 @@ class VectorLayout:
 
     @staticmethod
     def of(shapes: Mapping[str, torch.Size], parts: Sequence[Sequence[str]]) -> VectorLayout:
-        """The layout of tensors of these shapes in which each part, as from `clipping_parts`, is one slice.
-
-        Raises:
-            ValueError: the parts do not contain every tensor once.
-        """
+        """The tensors' layout in which each part is one slice; ValueError unless the parts hold each tensor once."""
         names = [name for part in parts for name in part]
         if len(names) != len(shapes) or set(names) != shapes.keys():
             raise ValueError("parts: must contain the name of every tensor once")

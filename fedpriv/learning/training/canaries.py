@@ -82,11 +82,7 @@ class AuditedClient:
 
 
 def inclusions(num: int, source: RandomSource) -> Flags:
-    """Which canaries are included, bool [num], each with probability 1/2; the source must be secret with real data.
-
-    Raises:
-        InputError: there are fewer than two.
-    """
+    """Which of num >= 2 canaries are included, bool [num], by fair coins; the source must be secret with real data."""
     if num < 2:
         raise InputError(f"num_canaries = {num}: must be >= 2")
     return np.asarray(source.bernoulli(num, 0.5).numpy())
@@ -223,10 +219,8 @@ def audited_client(
 def audited(config: RunConfig, bench: Workbench, index: int) -> AuditedClient:
     """A client of a run with an audit, with its canaries.
 
-    The coins use the run's seed, since the auditor has to know them: they protect only canaries.
-
-    Raises:
-        InputError: there are too few records.
+    The coins use the run's seed, since the auditor has to know them: they protect only canaries. InputError if there
+    are too few records.
     """
     assert config.audit, "a run without an audit has no canaries"
     plan = CanaryPlan(

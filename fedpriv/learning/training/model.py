@@ -7,18 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedpriv.learning.adapters import (
-    A_SUFFIX,
-    B_SUFFIX,
-    INNER_SUFFIX,
-    Adapter,
-    Merged,
-    base_dtype,
-    factors_of,
-    is_quantised,
-    lora,
-    same_merged,
-)
+from fedpriv.learning import adapters
 from fedpriv.learning.adapters.pooling import pools
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Item, Records, collate, num_tokens
@@ -38,8 +27,8 @@ def rank_of(shapes: Mapping[str, torch.Size]) -> int | None:
 
     Of matrices R it is the most rows or columns of any: none is larger than its layer's weight.
     """
-    inner = [max(shape, default=0) for name, shape in shapes.items() if name.endswith(INNER_SUFFIX)]
-    ranks = {max(inner)} if inner else {shape[0] for name, shape in shapes.items() if name.endswith(A_SUFFIX)}
+    inner = [max(shape, default=0) for name, shape in shapes.items() if name.endswith(adapters.INNER_SUFFIX)]
+    ranks = {max(inner)} if inner else {shape[0] for name, shape in shapes.items() if name.endswith(adapters.A_SUFFIX)}
     return ranks.pop() if len(ranks) == 1 else None
 
 
@@ -82,13 +71,13 @@ class TrainingModel:
         self.peft_model, self.alone = peft_model, alone
         self.device: torch.device = next(peft_model.parameters()).device
         self.layers: dict[str, TrainableLayer] = trainable_layers(peft_model)
-        self.parameters: dict[str, nn.Parameter] = lora.trainable(peft_model)
-        self.initial: Adapter = lora.read_parameters(self.parameters)
+        self.parameters: dict[str, nn.Parameter] = adapters.lora.trainable(peft_model)
+        self.initial: adapters.Adapter = adapters.lora.read_parameters(self.parameters)
         # Rounds leave these as they are, but deduplication may replace their blocks.
         self._frozen_factors = {
             name: p for name, p in peft_model.named_parameters() if ".lora_" in name and not p.requires_grad
         }
-        self._merged: Merged = {}
+        self._merged: adapters.Merged = {}
         self._pretrained = {n: weight for n, weight in (pretrained or {}).items() if n.endswith(_WEIGHT)}
         # Gradients are keyed by module names, adapters by peft's names.
         by_id = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -102,7 +91,7 @@ class TrainingModel:
             peft_model,
             self.parameters.values(),
             prefix.length if prefix else 0,
-            whole_logits=lora.is_causal(peft_model) and self.output_layer is None,
+            whole_logits=adapters.lora.is_causal(peft_model) and self.output_layer is None,
             recomputes=bool(self.recomputed),
         )
         self.memory_limit = memory_limit
@@ -120,12 +109,12 @@ class TrainingModel:
     @property
     def base_dtype(self) -> torch.dtype:
         """The format in which the frozen base computes."""
-        return base_dtype(self.peft_model)
+        return adapters.base_dtype(self.peft_model)
 
     @property
     def base_dtype_name(self) -> Literal["float32", "bfloat16", "nf4"]:
         """The base's format, as the configuration names it."""
-        if is_quantised(self.peft_model):
+        if adapters.is_quantised(self.peft_model):
             return "nf4"
         return "bfloat16" if self.base_dtype == torch.bfloat16 else "float32"
 
@@ -142,9 +131,9 @@ class TrainingModel:
         """The shapes of an adapter's tensors, of this LoRA rank; None stands for the model's own."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         if rank is not None:
-            shapes |= {n: torch.Size((rank, shape[1])) for n, shape in shapes.items() if n.endswith(A_SUFFIX)}
-            shapes |= {n: torch.Size((shape[0], rank)) for n, shape in shapes.items() if n.endswith(B_SUFFIX)}
-            inner = {n: shape for n, shape in shapes.items() if n.endswith(INNER_SUFFIX)}
+            shapes |= {n: torch.Size((rank, shape[1])) for n, shape in shapes.items() if n.endswith(adapters.A_SUFFIX)}
+            shapes |= {n: torch.Size((shape[0], rank)) for n, shape in shapes.items() if n.endswith(adapters.B_SUFFIX)}
+            inner = {n: shape for n, shape in shapes.items() if n.endswith(adapters.INNER_SUFFIX)}
             shapes |= {n: torch.Size(max(1, min(rank, most)) for most in shape) for n, shape in inner.items()}
         return shapes
 
@@ -155,15 +144,15 @@ class TrainingModel:
         return sum(p.numel() for p in self.peft_model.parameters() if id(p) not in trained)
 
     @property
-    def merged(self) -> Merged:
+    def merged(self) -> adapters.Merged:
         """The sum of products that was added to the pretrained weights."""
         return self._merged
 
-    def check_merged(self, merged: Merged) -> None:
+    def check_merged(self, merged: adapters.Merged) -> None:
         """Refuse, with a ValueError, additions to frozen weights of no LoRA, of another shape, or quantised."""
         if merged and self.base_dtype_name == "nf4":
             raise ValueError("merged: nothing can be added to weights in 4 bits; use base_dtype = bfloat16 or float32")
-        known = factors_of(self.initial)
+        known = adapters.factors_of(self.initial)
         for name, product in merged.items():
             if name not in known:
                 raise ValueError(f"merged: {name} is not a layer with LoRA")
@@ -171,9 +160,9 @@ class TrainingModel:
             if product.shape != expected:
                 raise ValueError(f"merged: {name} is a matrix of shape {product.shape}, not {expected}")
 
-    def merge(self, merged: Merged) -> None:
+    def merge(self, merged: adapters.Merged) -> None:
         """Set the frozen weights to the pretrained ones plus `merged`, in place of earlier calls' (`check_merged`)."""
-        if same_merged(merged, self._merged):
+        if adapters.same_merged(merged, self._merged):
             return
         self.check_merged(merged)
         with torch.no_grad():
@@ -207,7 +196,7 @@ class TrainingModel:
 
     def _run(self, items: Sequence[Item], batch: Mapping[str, Tensor], *, cached: bool) -> Any:
         inputs: dict[str, Any] = {n: tensor for n, tensor in batch.items() if n not in ("labels", RESPONSE_MASK)}
-        if lora.is_causal(self.peft_model):  # else keys and values of all layers are kept for a next token
+        if adapters.lora.is_causal(self.peft_model):  # else keys and values of all layers are kept for a next token
             inputs["use_cache"] = False
         if self.cache is None or not cached:
             return self.peft_model(**inputs)

@@ -23,16 +23,13 @@ from fedpriv.privacy.accounting.views import default_delta, smallest_aggregate_s
 
 
 def calibrated(config: RunConfig, sizes: Sequence[int], initial: Adapter) -> RunConfig:
-    """The configuration with the noise multipliers of its start and steps, as one charge, for its target.
+    """The configuration with noise for its start and steps, as one charge, to meet its target; InputError if none does.
 
     The shares of a target of risk are those of the epsilon of noise without sampling that has this risk.
 
     A client is assumed to take part in every round, and in the evaluation on its records if there is one; on views
     other than `local`, the worst case over who may drop out counts. A person at several clients meets the target with
     the releases of those that cost most.
-
-    Raises:
-        InputError: no noise meets the target.
     """
     if not config.has_target:
         return _with_start_beside(config)

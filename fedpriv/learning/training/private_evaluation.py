@@ -88,10 +88,8 @@ def check_fits(model: TrainedModel, adapter: Adapter, merged: Merged) -> None:
 def counted(model: TrainedModel, task: UpdateTask) -> ClientUpdate:
     """The noised counts of a task whose objective is `counts`, as its `noised` values; its adapter is the broadcast.
 
-    Without records it is noise alone, and the model is not touched.
-
-    Raises:
-        ValueError: the task does not fit, as `UpdateTask.event` and `check_fits` say, which belong before the charge.
+    Without records it is noise alone, and the model is not touched. ValueError if the task does not fit, as
+    `UpdateTask.event` and `check_fits` say, which belong before the charge.
     """
     most, records = task.spec.max_records_per_person, cast("Records", task.data)  # persons are known of these alone
     units = task.sampler.some_of_each(records, range(records.num_units), most) if most else None
@@ -143,10 +141,8 @@ def count(
 def rehearse(model: TrainingModel, adapter: Adapter, merged: Merged, records: Records) -> float:
     """Evaluate synthetic records, so that what no record causes fails before anything is charged.
 
-    Returns the seconds that the longest of them takes.
-
-    Raises:
-        InputError: an evaluation fails, or a loss is not finite; names the type of the model.
+    Returns the seconds that the longest of them takes. InputError, which names the type of the model, if an evaluation
+    fails, or a loss is not finite.
     """
     model.merge(merged)
     lora.write_parameters(model.parameters, adapter)

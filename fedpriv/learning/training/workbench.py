@@ -122,11 +122,7 @@ def load_model(
 
 
 def load_frozen(config: RunConfig, model: str, *, task: str, labels: tuple[str, ...], normalize: bool) -> BaseModel:
-    """A frozen base in float32, or in 4 bits on the configured device.
-
-    Raises:
-        InputError: the model or the device cannot be used.
-    """
+    """A frozen base in float32, or in 4 bits on the configured device; InputError if model or device cannot be used."""
     quantised = config.base_dtype == "nf4"
     dtype: Any = "auto" if quantised else torch.float32
     base = load_base(model, task=task, labels=labels, seed=config.seed, normalize=normalize, dtype=dtype)

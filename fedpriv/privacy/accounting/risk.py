@@ -226,10 +226,8 @@ def risks_of(histories: Mapping[Any, tuple[Iterable[Event], float]]) -> dict[Any
 
     Where more than 32 differ, those that differ in q, count and noise alone share at most 64 sets of values: q and
     count are rounded up, and noise down, as little as that takes. No figure is smaller than the true one, and those of
-    a history with the largest q and count and the least noise of its kind, which is the worst, are exact.
-
-    Raises:
-        ValueError: see `risk_of`.
+    a history with the largest q and count and the least noise of its kind, which is the worst, are exact. A ValueError
+    is one of `risk_of`.
     """
     grouped = {name: (checked(events), delta) for name, (events, delta) in histories.items()}
     if len(set(grouped.values())) <= _FEW_HISTORIES:

@@ -125,11 +125,7 @@ class SparseVector:
         self._threshold_noise = discrete_laplace(self._scales.threshold, source)
 
     def reaches(self, query: int, threshold: int) -> bool:
-        """Whether the query reaches the threshold, with noise added to both; True is a positive answer and counts.
-
-        Raises:
-            CutoffReached: `cutoff` earlier answers were positive.
-        """
+        """Whether the query reaches the threshold, both with noise; CutoffReached after `cutoff` positive answers."""
         self.check_open()
         noise = discrete_laplace(self._scales.query, self._source)
         is_positive = query + noise >= threshold + self._threshold_noise
