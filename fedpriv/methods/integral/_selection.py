@@ -212,7 +212,7 @@ def advice(
 
 @dataclass(frozen=True, kw_only=True)
 class Anonymity:
-    """What k-anonymous integral privacy asks of a model's k generators: no record in all of them, nor in two."""
+    """The requirements of k-anonymous integral privacy on a model's k generators: no record in all, none in two."""
 
     k: int
     intersection_is_empty: bool

@@ -42,7 +42,7 @@ class SweepRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """What any record has spent at most, over all runs and earlier attempts, on the `local` view.
+    """The most that any record has spent, over all runs and earlier attempts, on the `local` view.
 
     Attributes:
         composed: whether the sweep's own table has composed the events; else the runs' figures are added.
