@@ -19,7 +19,6 @@ from tests.holder.sums.attempts import make_terms, make_values, with_participant
 
 NUM_CLIENTS, DROPPED = 20, (0, 3, 19)
 
-
 GOLDEN = {
     32: {
         "advertise": "7750353e4d3721fae6496760f4c4f498",
@@ -106,5 +105,4 @@ def test_messages_have_the_bytes_that_they_always_had(bits, monkeypatch):
     for client, node in enumerate(nodes):
         terms = with_participant(terms, client, identity=node.public_line)
     monkeypatch.setattr("os.urandom", draw)
-    monkeypatch.setattr("Crypto.Protocol.SecretSharing.rng", draw)
     assert transcript(terms, nodes, draw) == GOLDEN[bits]
