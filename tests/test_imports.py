@@ -24,7 +24,7 @@ NUMBERS = {"numpy", "scipy"}
 LIGHT = MODELS | TABLES | PLOTS | FLOWER
 
 COMMANDS = {
-    "--help": LIGHT | EPSILON | NUMBERS,
+    "--help": LIGHT | EPSILON | NUMBERS | {"rich"},
     "--version": LIGHT | EPSILON | NUMBERS,
     "account --help": LIGHT | EPSILON,
     "plan --help": LIGHT | EPSILON,
@@ -64,7 +64,7 @@ MODULES = {
 }
 
 # CPU seconds, with room for a slow and busy machine.
-LIMITS = {"--help": 0.5, " ".join(ACCOUNT): 3.0}
+LIMITS = {"--help": 0.4, " ".join(ACCOUNT): 3.0}
 
 RUN = """
 import sys

@@ -283,8 +283,8 @@ def predict(
 ) -> Result:
     """Ask a run's model: classes with their probabilities, or a language model's answers, or its likeliest choice.
 
-    A file gives a CSV: its columns, and what was predicted. A text is computed in float32, in a shape that its own
-    length decides, so that no other text changes its answer. A row without a text gets none, and is counted.
+    A file gives a CSV: its columns, and what was predicted. Answers are computed in float32, and other texts change
+    one by no more than rounding. A row without a text gets none, and is counted.
 
     Example: fedpriv predict results/20261121-042553-embedded 'a rash on the left knee'
 

@@ -55,13 +55,22 @@ class ProgramGroup(TyperGroup):
         return [*daily, *(name for name in known if name not in daily)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = super().get_command(ctx, cmd_name)
         if cmd_name in _PROGRAMS:
-            found = click.Command(cmd_name, help=_PROGRAMS[cmd_name][2])
-        panel = next((panel for panel, names in _PANELS.items() if cmd_name in names.split()), _RESEARCH)
-        if found is not None:
-            found.rich_help_panel = panel  # type: ignore[attr-defined]  # as typer asks all commands, click's own too
-        return found
+            return click.Command(cmd_name, help=_PROGRAMS[cmd_name][2])
+        return super().get_command(ctx, cmd_name)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        click.Group.format_help(self, ctx, formatter)  # typer's boxes take longer to load than all else
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in (*_PANELS, _RESEARCH)}
+        for name in self.list_commands(ctx):
+            panel = next((panel for panel, names in _PANELS.items() if name in names.split()), _RESEARCH)
+            if command := self.get_command(ctx, name):
+                panels[panel].append((name, command.get_short_help_str(limit=200)))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

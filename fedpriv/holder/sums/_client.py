@@ -26,8 +26,9 @@ from fedpriv.holder.sums._masks import (
     Sign,
     Verify,
     Words,
+    agreements,
     commitments,
-    pairwise_mask,
+    pairwise_masks,
     public_half,
     seal,
     self_mask,
@@ -86,12 +87,16 @@ class Shared:
         advertisements: {client: keys} of all in U1, itself included.
         transcript: digest of the terms and of these, 32 bytes.
         own: its own shares of its own seeds.
+        sealing: {peer: secret on which the two keys for encryption agree, 32 bytes}.
+        masking: {peer: that of the two keys for masks}.
     """
 
     begun: Advertised
     advertisements: Mapping[int, Advertisement]
     transcript: bytes
     own: Shares
+    sealing: Mapping[int, bytes] = field(repr=False)
+    masking: Mapping[int, bytes] = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,16 +189,26 @@ def share(state: Advertised, advertisements: Mapping[int, Advertisement]) -> tup
         raise ProtocolError(f"client {client}: its own advertisement is missing or was changed")
     check_advertisements(terms, advertisements, state.verify, trusted=client)
     transcript = transcript_of(terms, advertisements)
-    of_self, of_mask = split(state.self_seed, terms), split(state.mask_seed, terms)
-    dealt = {peer: Shares(self_seed=of_self[peer], mask_seed=of_mask[peer]) for peer in sorted(advertisements)}
-    sent = {}
-    for peer, shares in dealt.items():
+    peers = {peer: shown for peer, shown in advertisements.items() if peer != client}
+    sealing = agreements(state.encryption_private, {peer: shown.encryption_key for peer, shown in peers.items()})
+    masking = agreements(
+        mask_private_key(state.mask_seed, client, terms), {peer: shown.mask_key for peer, shown in peers.items()}
+    )
+    shares, sent = split(state.self_seed, state.mask_seed, terms), {}
+    for peer in sorted(advertisements):
         route = Route(transcript=transcript, dealer=client, holder=peer)
         if peer == client:
-            sent[peer] = commitments(shares, route)
+            sent[peer] = commitments(shares[peer], route)
         else:
-            sent[peer] = seal(shares, route, state.encryption_private, advertisements[peer].encryption_key)
-    kept = Shared(begun=state, advertisements=dict(advertisements), transcript=transcript, own=dealt[client])
+            sent[peer] = seal(shares[peer], route, sealing[peer])
+    kept = Shared(
+        begun=state,
+        advertisements=dict(advertisements),
+        transcript=transcript,
+        own=shares[client],
+        sealing=sealing,
+        masking=masking,
+    )
     return kept, sent
 
 
@@ -216,7 +231,7 @@ def received(state: Shared, sealed: Mapping[int, bytes]) -> dict[int, Shares]:
 def _opened(state: Shared, peer: int, sealed: bytes) -> Shares:
     """The shares that a peer sealed for this node."""
     route = Route(transcript=state.transcript, dealer=peer, holder=state.begun.client)
-    return unseal(sealed, route, state.begun.encryption_private, state.advertisements[peer].encryption_key)
+    return unseal(sealed, route, state.sealing[peer])
 
 
 def check(state: Shared, sealed: Mapping[int, bytes]) -> Complaint:
@@ -263,10 +278,9 @@ def mask(state: Shared, sealed: Mapping[int, bytes], values: NDArray[np.int64]) 
     if values.dtype != np.int64 or values.shape != (terms.dimension,):
         raise ProtocolError(f"values: are {values.dtype} {values.shape}, must be int64 ({terms.dimension},)")
     held = received(state, sealed)
-    total = to_words(values, terms) + self_mask(begun.self_seed, begun.client, terms)
-    private = mask_private_key(begun.mask_seed, begun.client, terms)
-    for peer in sealed:
-        total += pairwise_mask(private, begun.client, state.advertisements[peer].mask_key, peer, terms)
+    total = pairwise_masks({peer: state.masking[peer] for peer in sealed}, begun.client, terms)
+    total += self_mask(begun.self_seed, begun.client, terms)
+    total += to_words(values, terms)
     return Masked(shared=state, held=held), total
 
 

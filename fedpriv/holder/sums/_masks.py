@@ -17,14 +17,13 @@ import base64
 import hashlib
 import hmac
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -41,7 +40,7 @@ KEY_BYTES = 32
 SEED_BYTES = 16
 DIGEST_BYTES = 32
 
-_DOMAIN = "fedpriv secure aggregation 1"
+_DOMAIN = b"fedpriv secure aggregation 1"
 
 
 Sign = Callable[[bytes], str]
@@ -58,9 +57,11 @@ def context(label: str, *parts: bytes | int) -> bytes:
         label: the purpose.
         parts: bytes, or integers in [0, 2^64).
     """
-    encoded = [_DOMAIN.encode(), label.encode()]
-    encoded += [part.to_bytes(8, "big") if isinstance(part, int) else part for part in parts]
-    return b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
+    pieces: list[bytes] = []
+    for part in (_DOMAIN, label.encode(), *parts):
+        encoded = part.to_bytes(8, "big") if isinstance(part, int) else part
+        pieces += (len(encoded).to_bytes(8, "big"), encoded)
+    return b"".join(pieces)
 
 
 def digest(label: str, *parts: bytes | int) -> bytes:
@@ -78,16 +79,19 @@ def public_half(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def agree(private: bytes, public: bytes, peer: int) -> bytes:
-    """The secret that X25519 makes of a private and a peer's public key [32 bytes].
+def agreements(private: bytes, public: Mapping[int, bytes]) -> dict[int, bytes]:
+    """{peer: the secret that X25519 makes of the private key and this peer's public one}, 32 bytes each.
 
     Raises:
-        ProtocolError: the public key is one of the few with which every agreement is zero; names the peer.
+        ProtocolError: a public key is one of the few with which every agreement is zero; names the peer.
     """
-    try:
-        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError:
-        raise ProtocolError(f"client {peer}: its X25519 key agrees on zero with everyone") from None
+    key, agreed = X25519PrivateKey.from_private_bytes(private), {}
+    for peer, theirs in public.items():
+        try:
+            agreed[peer] = key.exchange(X25519PublicKey.from_public_bytes(theirs))
+        except ValueError:
+            raise ProtocolError(f"client {peer}: its X25519 key agrees on zero with everyone") from None
+    return agreed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,23 +163,22 @@ def self_mask(seed: bytes, client: int, terms: Terms) -> Words:
     return _expand(derive(seed, context("self mask", terms.digest(), client)), terms)
 
 
-def pairwise_mask(private: bytes, client: int, public: bytes, peer: int, terms: Terms) -> Words:
-    """The mask that client k adds for peer j: PRG(s_kj) if k < j, and its negative if k > j, words [d]; the two cancel.
+def pairwise_masks(agreed: Mapping[int, bytes], client: int, terms: Terms) -> Words:
+    """The masks that client k adds for its peers: the sum of PRG(s_kj) over j > k less that over j < k, words [d].
+
+    What k adds for j and what j adds for k cancel.
 
     Args:
-        private: k's mask key, 32 bytes.
+        agreed: {j: secret of k's and j's mask keys}, of peers alone.
         client: k.
-        public: j's public mask key, 32 bytes.
-        peer: j, another client.
         terms: of the attempt.
-
-    Raises:
-        ProtocolError: the public key agrees on zero with everyone.
     """
-    # The terms' digest covers run, round, attempt and every identity.
-    pair = (min(client, peer), max(client, peer))
-    mask = _expand(derive(agree(private, public, peer), context("pairwise mask", terms.digest(), *pair)), terms)
-    return mask if client < peer else np.negative(mask)
+    total = np.zeros(terms.dimension, word_dtype(terms))
+    for peer, secret in agreed.items():
+        # The terms' digest covers run, round, attempt and every identity.
+        key = derive(secret, context("pairwise mask", terms.digest(), *sorted((client, peer))))
+        (np.add if client < peer else np.subtract)(total, _expand(key, terms), out=total)
+    return total
 
 
 def _expand(key: bytes, terms: Terms) -> Words:
@@ -208,26 +211,100 @@ class Route:
     holder: int
 
 
-def split(secret: bytes, terms: Terms) -> dict[int, bytes]:
-    """{client: its share}, 16 bytes each, for all K participants: any t give the secret, fewer say nothing of it.
+def split(self_seed: bytes, mask_seed: bytes, terms: Terms) -> dict[int, Shares]:
+    """{client: its shares} for all K participants: any t give a seed, fewer say nothing of it.
+
+    A share is the value of a polynomial over GF(2^128), whose constant is the seed, at the holder's number.
 
     Args:
-        secret: 16 bytes.
+        self_seed: 16 bytes.
+        mask_seed: 16 bytes.
         terms: the threshold, and at which x > 0 each participant's share lies.
     """
-    shares = dict(Shamir.split(terms.threshold, len(terms.participants), secret, ssss=False))
-    return {client: shares[number] for client, number in terms.holder_numbers.items()}
+    drawn = [os.urandom(SEED_BYTES * (terms.threshold - 1)) + seed for seed in (self_seed, mask_seed)]
+    num, points = len(terms.participants), [*terms.holder_numbers.values()] * 2
+    low, values = _lanes([_ONES] * len(points)), 0
+    # The lanes whose point has this bit. Points are public, and nothing else decides what is computed.
+    chosen = [_lanes([_ONES * (x >> bit & 1) for x in points]) for bit in range(num.bit_length())]
+    for place in range(0, len(drawn[0]), SEED_BYTES):  # Horner's rule, at all points of both polynomials
+        product = 0
+        for bit, lanes in enumerate(chosen):
+            product ^= (values & lanes) << bit
+        one, other = ([each[place : place + SEED_BYTES]] * num for each in drawn)
+        values = _reduced(product, low) ^ _lanes(one + other)
+    shares = _from_lanes(values, len(points))
+    dealt = zip(terms.holder_numbers, shares, shares[num:], strict=False)
+    return {client: Shares(self_seed=of_self, mask_seed=of_mask) for client, of_self, of_mask in dealt}
 
 
-def combine(shares: Mapping[int, bytes], terms: Terms) -> bytes:
-    """The secret [16 bytes] that t shares {client: share} were made of.
+def combine(shares: Mapping[int, Sequence[bytes]], terms: Terms) -> list[bytes]:
+    """The secrets [16 bytes each] of which t holders have shares.
+
+    Args:
+        shares: {client: its share of each secret, 16 bytes each}; the secrets are in the same order for all.
+        terms: as for `split`.
 
     Raises:
-        ProtocolError: there are not exactly t shares.
+        ProtocolError: there are not exactly t holders, one of them is no participant, or its shares are of another
+            number or length than those of the first.
     """
     if len(shares) != terms.threshold:
-        raise ProtocolError(f"shares: are {len(shares)}, must be {terms.threshold}")
-    return Shamir.combine([(terms.holder_numbers[client], share) for client, share in shares.items()], ssss=False)
+        raise ProtocolError(f"shares: are of {len(shares)} clients, must be of {terms.threshold}")
+    num, secrets = len(next(iter(shares.values()))), 0
+    for client, held in shares.items():
+        terms.participant(client)
+        if [*map(len, held)] != [SEED_BYTES] * num:
+            raise ProtocolError(f"client {client}: its shares must be {num} of {SEED_BYTES} bytes each")
+    low, points = _lanes([_ONES] * num), {terms.holder_numbers[client]: held for client, held in shares.items()}
+    for own, held in points.items():
+        # Lagrange's factor of a value for that at zero: the product of x_j / (x_j - x_i) over j != i.
+        above, below = 1, 1
+        for other in points.keys() - {own}:
+            above, below = _times(above, other), _times(below, own ^ other)
+        secrets ^= _times(_lanes(held), _times(above, _inverse(below)), low)
+    return _from_lanes(secrets, num)
+
+
+# Elements of GF(2^128) are polynomials over GF(2) modulo this one, the lowest coefficient in the lowest bit. Lanes are
+# elements in one integer, each in twice its bits, so that one operation works on all.
+_MODULUS = 2**128 + 0b10000111
+_ONES = b"\xff" * SEED_BYTES
+_LANE_BYTES = 2 * SEED_BYTES
+
+
+def _lanes(elements: Iterable[bytes]) -> int:
+    return int.from_bytes(b"".join(element.rjust(_LANE_BYTES, b"\0") for element in elements), "big")
+
+
+def _from_lanes(lanes: int, num: int) -> list[bytes]:
+    whole = lanes.to_bytes(_LANE_BYTES * num, "big")
+    return [whole[end - SEED_BYTES : end] for end in range(_LANE_BYTES, len(whole) + 1, _LANE_BYTES)]
+
+
+def _times(lanes: int, factor: int, low: int = 2**128 - 1) -> int:
+    """Each lane times an element that is public, since its bits decide what is computed."""
+    product = 0
+    for bit in range(factor.bit_length()):
+        if factor >> bit & 1:
+            product ^= lanes << bit
+    return _reduced(product, low)
+
+
+def _reduced(product: int, low: int) -> int:
+    """Lanes of products modulo the field's polynomial; `low` has the lower half of each lane set."""
+    while high := product >> 128 & low:
+        product = (product & low) ^ high ^ high << 1 ^ high << 2 ^ high << 7
+    return product
+
+
+def _inverse(element: int) -> int:
+    """1 / element, by Euclid's algorithm; the element is public and not zero."""
+    one, other, of_one, of_other = element, _MODULUS, 1, 0
+    while one != 1:
+        if (shift := one.bit_length() - other.bit_length()) < 0:
+            one, other, of_one, of_other, shift = other, one, of_other, of_one, -shift
+        one, of_one = one ^ other << shift, of_one ^ of_other << shift
+    return of_one
 
 
 def commitments(shares: Shares, route: Route) -> bytes:
@@ -240,28 +317,26 @@ def share_hash(kind: str, share: bytes, route: Route) -> bytes:
     return digest(f"share of a {kind} seed", route.transcript, route.dealer, route.holder, share)
 
 
-def seal(shares: Shares, route: Route, private: bytes, public: bytes) -> bytes:
+def seal(shares: Shares, route: Route, secret: bytes) -> bytes:
     """Commitments and ciphertext for the holder alone [124 bytes].
 
     Args:
         shares: of the holder.
         route: dealer and holder.
-        private: the dealer's key for encryption.
-        public: the holder's.
+        secret: on which their keys for encryption agree, 32 bytes.
     """
     committed, nonce = commitments(shares, route), os.urandom(_NONCE_BYTES)
-    box = ChaCha20Poly1305(_key(route, private, public, route.holder))
+    box = ChaCha20Poly1305(_key(route, secret))
     return committed + nonce + box.encrypt(nonce, shares.self_seed + shares.mask_seed, committed + _routed(route))
 
 
-def unseal(sealed: bytes, route: Route, private: bytes, public: bytes) -> Shares:
+def unseal(sealed: bytes, route: Route, secret: bytes) -> Shares:
     """The shares that a dealer sealed for this holder.
 
     Args:
         sealed: what `seal` returned.
         route: dealer and holder.
-        private: the holder's key for encryption.
-        public: the dealer's.
+        secret: as for `seal`.
 
     Raises:
         ProtocolError: they were not sealed by this dealer for this holder in this exchange, or do not fit the
@@ -271,7 +346,7 @@ def unseal(sealed: bytes, route: Route, private: bytes, public: bytes) -> Shares
     if len(sealed) != SEALED_BYTES:
         raise ProtocolError(f"{name}: are {len(sealed)} bytes, must be {SEALED_BYTES}")
     committed, rest = sealed[:COMMITMENT_BYTES], sealed[COMMITMENT_BYTES:]
-    box = ChaCha20Poly1305(_key(route, private, public, route.dealer))
+    box = ChaCha20Poly1305(_key(route, secret))
     try:
         plain = box.decrypt(rest[:_NONCE_BYTES], rest[_NONCE_BYTES:], committed + _routed(route))
     except InvalidTag:
@@ -284,9 +359,9 @@ def unseal(sealed: bytes, route: Route, private: bytes, public: bytes) -> Shares
     return shares
 
 
-def _key(route: Route, private: bytes, public: bytes, peer: int) -> bytes:
+def _key(route: Route, secret: bytes) -> bytes:
     """A key for one direction between two clients of one exchange."""
-    return derive(agree(private, public, peer), context("sealing", route.transcript, route.dealer, route.holder))
+    return derive(secret, context("sealing", route.transcript, route.dealer, route.holder))
 
 
 def _routed(route: Route) -> bytes:

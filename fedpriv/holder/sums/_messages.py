@@ -8,7 +8,6 @@ client or bytes in an unusual way.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import hmac
 import json
@@ -24,7 +23,6 @@ from fedpriv.holder.sums._masks import (
     SEALED_BYTES,
     SEED_BYTES,
     Verify,
-    agree,
     context,
     derive,
     digest,
@@ -35,13 +33,11 @@ from fedpriv.holder.sums._terms import (
     ProtocolError,
     Terms,
     TooFewError,
+    exactly,
     integer,
     parsed_object,
     shown,
 )
-
-# The public keys that agree on zero do so with every private key, and so with this one.
-_ANY_PRIVATE_KEY = bytes(KEY_BYTES)
 
 MAX_SIGNATURE = 200
 MAX_RECEIPTS = 8
@@ -155,7 +151,7 @@ def check_advertisements(
 
     Raises:
         ProtocolError: one is of an unknown or another client, has a key of the wrong form or one that occurs twice, or
-            is not signed by its client for these terms; or a key agrees on zero with everyone.
+            is not signed by its client for these terms.
         TooFewError: they are fewer than the threshold.
     """
     check_members("advertisements", list(advertisements), terms.by_client, terms)
@@ -181,7 +177,6 @@ def check_advertisement(terms: Terms, client: int, shown: Advertisement, verify:
         # X25519 ignores the highest bit, so a key with it set would be another key's second name.
         if len(key) != KEY_BYTES or key[-1] >> 7:
             raise ProtocolError(f"client {client}: its keys must be X25519 public keys of {KEY_BYTES} bytes")
-        agree(_ANY_PRIVATE_KEY, key, client)
     if len(shown.self_commitment) != DIGEST_BYTES:
         raise ProtocolError(f"client {client}: its commitment must be {DIGEST_BYTES} bytes")
     if verify is not None and not verify(participant.identity, advertised(terms, shown), shown.signature):
@@ -230,7 +225,7 @@ def advertisement_from_text(text: str) -> Advertisement:
     """The advertisement that `advertisement_text` wrote."""
     values = parsed_object("advertisement", text)
     receipts = {"receipts": values.pop("receipts")} if "receipts" in values else {}
-    values = _exactly("advertisement", values, {"client", "signature", *_SIZES}) | receipts
+    values = exactly("advertisement", values, {"client", "signature", *_SIZES}) | receipts
     return _advertisement(integer("advertisement: client", values.pop("client"), 0, MAX_CLIENT), values)
 
 
@@ -270,7 +265,7 @@ def complaint_text(complaint: Complaint) -> str:
 
 def complaint_from_text(text: str) -> Complaint:
     """The complaint that `complaint_text` wrote."""
-    values = _exactly("complaint", parsed_object("complaint", text), {"dealers", "opening"})
+    values = exactly("complaint", parsed_object("complaint", text), {"dealers", "opening"})
     dealers = _listed("dealers", values["dealers"])
     opening = _bytes("complaint: opening", values["opening"], KEY_BYTES if dealers else 0)
     return Complaint(dealers=tuple(dealers), opening=opening)
@@ -283,7 +278,7 @@ def survivors_text(survivors: Iterable[int]) -> str:
 
 def survivors_from_text(text: str) -> list[int]:
     """The clients that `survivors_text` wrote; whether a client is listed twice is for `confirm` to say."""
-    return _listed("survivors", _exactly("survivors", parsed_object("survivors", text), {"survivors"})["survivors"])
+    return _listed("survivors", exactly("survivors", parsed_object("survivors", text), {"survivors"})["survivors"])
 
 
 def signature_text(signature: str) -> str:
@@ -293,7 +288,7 @@ def signature_text(signature: str) -> str:
 
 def signature_from_text(text: str) -> str:
     """The signature that `signature_text` wrote."""
-    values = _exactly("signature", parsed_object("signature", text), {"signature"})
+    values = exactly("signature", parsed_object("signature", text), {"signature"})
     return _short("signature", values["signature"])
 
 
@@ -316,7 +311,7 @@ def reveal_text(revealed: Reveal) -> str:
 
 def reveal_from_text(text: str) -> Reveal:
     """The shares that `reveal_text` wrote."""
-    values = _exactly("reveal", parsed_object("reveal", text), {"client", "self_shares", "mask_shares"})
+    values = exactly("reveal", parsed_object("reveal", text), {"client", "self_shares", "mask_shares"})
 
     def shares(name: str) -> dict[int, bytes]:
         return _clients(name, values[name], lambda peer, part: _bytes(f"{name}: client {peer}", part, SEED_BYTES))
@@ -341,7 +336,7 @@ def _advertisement_values(advertisement: Advertisement) -> dict[str, Any]:
 def _advertisement(client: int, value: Any) -> Advertisement:
     name = f"client {client}'s advertisement"
     receipts = value.pop("receipts", []) if type(value) is dict else []
-    values = _exactly(name, value, {*_SIZES, "signature"})
+    values = exactly(name, value, {*_SIZES, "signature"})
     if type(receipts) is not list or len(receipts) > MAX_RECEIPTS:
         raise ProtocolError(f"{name}: receipts = {shown(receipts)}: must be a list of at most {MAX_RECEIPTS}")
     if not all(type(each) is str and len(each) <= MAX_RECEIPT for each in receipts):
@@ -359,14 +354,14 @@ def _dumps(value: Mapping[Any, Any]) -> str:
 
 
 def _encoded(value: bytes) -> str:
-    return base64.b64encode(value).decode()
+    return binascii.b2a_base64(value, newline=False).decode()
 
 
 def _bytes(name: str, value: Any, size: int) -> bytes:
-    """Bytes from base64 in its one canonical form, of this size."""
+    """Bytes from base64 in its one canonical form, of this size: what is read leniently must be written the same."""
     try:
-        decoded = base64.b64decode(value, validate=True) if type(value) is str else b""
-    except (binascii.Error, ValueError):
+        decoded = binascii.a2b_base64(value) if type(value) is str else b""
+    except ValueError:
         decoded = b""
     if len(decoded) != size or _encoded(decoded) != value:
         raise ProtocolError(f"{name} = {shown(value)}: must be {size} bytes in base64")
@@ -398,9 +393,3 @@ def _clients(name: str, values: Any, read: Callable[[int, Any], T]) -> dict[int,
         if not _CLIENT.fullmatch(key):
             raise ProtocolError(f"{name}: {shown(key)} must be a client's number")
     return {int(key): read(int(key), value) for key, value in values.items()}
-
-
-def _exactly(name: str, value: Any, expected: set[str]) -> dict[str, Any]:
-    if type(value) is not dict or value.keys() != expected:
-        raise ProtocolError(f"{name} = {shown(value)}: must be an object with {', '.join(sorted(expected))}")
-    return value

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Set
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -169,11 +170,11 @@ def terms_from_text(text: str) -> Terms:
     Raises:
         ProtocolError: the text is no JSON, a field is missing, unknown, mistyped, or outside its range.
     """
-    values = _exactly("terms", parsed_object("terms", text), Terms)
+    values = exactly("terms", parsed_object("terms", text), _FIELDS[Terms])
     entries = values["participants"]
     if type(entries) is not list or len(entries) > MAX_PARTICIPANTS:
         raise ProtocolError(f"participants: must be a list of at most {MAX_PARTICIPANTS}")
-    participants = tuple(Participant(**_exactly("participant", entry, Participant)) for entry in entries)
+    participants = tuple(Participant(**exactly("participant", entry, _FIELDS[Participant])) for entry in entries)
     return Terms(**{**values, "participants": participants})
 
 
@@ -182,11 +183,13 @@ def smallest_threshold(num_participants: int, colluding: int) -> int:
     return max((num_participants + colluding) // 2 + 1, num_readers(colluding) + 2)
 
 
-def _exactly(name: str, value: Any, record: type) -> dict[str, Any]:
-    """A JSON object with exactly the fields of a record."""
+_FIELDS = {record: {field.name for field in fields(record)} for record in (Terms, Participant)}
+
+
+def exactly(name: str, value: Any, expected: Set[str]) -> dict[str, Any]:
+    """The value, if it is an object with exactly these fields; else it is refused by name."""
     if type(value) is not dict:
         raise ProtocolError(f"{name} = {shown(value)}: must be an object")
-    expected = {field.name for field in fields(record)}
     for wrong, what in ((value.keys() - expected, "unknown"), (expected - value.keys(), "missing")):
         if wrong:
             raise ProtocolError(f"{name}: {shown(min(wrong))} is {what}")

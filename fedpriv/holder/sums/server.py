@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 from fedpriv.holder.sums import _messages
 from fedpriv.holder.sums._masks import (
     DIGEST_BYTES,
+    KEY_BYTES,
     Route,
     Verify,
     Words,
+    agreements,
     combine,
-    pairwise_mask,
+    pairwise_masks,
     public_half,
     self_mask,
     share_hash,
@@ -45,6 +47,9 @@ from fedpriv.holder.sums._messages import (
 )
 from fedpriv.holder.sums._terms import DealerError, ProtocolError, Terms, TooFewError
 from fedpriv.privacy.ledger import keys
+
+# The public keys that agree on zero do so with every private key, and so with this one.
+_ANY_PRIVATE_KEY = bytes(KEY_BYTES)
 
 M = TypeVar("M")
 P = TypeVar("P")
@@ -163,6 +168,8 @@ def collect_advertisements(
     def read(client: int, text: str) -> Advertisement:
         shown = _messages.advertisement_from_text(text)
         check_advertisement(terms, client, shown, verify)
+        for key in (shown.encryption_key, shown.mask_key):
+            agreements(_ANY_PRIVATE_KEY, {client: key})
         keys_shown = {shown.encryption_key, shown.mask_key}
         if len(keys_shown) < 2 or keys_shown & seen:
             raise ProtocolError(f"client {client}: one of its keys occurs twice")
@@ -227,7 +234,8 @@ def _judged(state: Dealt, client: int, complaint: Complaint) -> dict[int, str]:
             return {client: f"client {client}: complained of shares that nobody dealt"}
         route = Route(transcript=state.before.transcript, dealer=dealer, holder=client)
         try:
-            unseal(state.dealt[dealer][client], route, complaint.opening, shown[dealer].encryption_key)
+            agreed = agreements(complaint.opening, {dealer: shown[dealer].encryption_key})
+            unseal(state.dealt[dealer][client], route, agreed[dealer])
         except ProtocolError as error:
             found[dealer] = f"client {dealer}: dealt shares of no use: {error}"
         else:
@@ -298,21 +306,24 @@ def recover(state: Signed, received: Mapping[int, str]) -> Recovered:
         return revealed
 
     reveals, refused = _collected("reveals", received, state.signatures, terms, read)
-    holders = list(reveals)[: terms.threshold]
+    shares = {
+        holder: [*map(told.self_shares.__getitem__, masked.survivors), *map(told.mask_shares.__getitem__, dropped)]
+        for holder, told in [*reveals.items()][: terms.threshold]
+    }
+    seeds = dict(zip((*masked.survivors, *dropped), combine(shares, terms), strict=True))
     total = masked.total.copy()
     for client in masked.survivors:
-        seed = combine({holder: reveals[holder].self_shares[client] for holder in holders}, terms)
+        seed = seeds[client]
         if self_commitment(seed, client, terms) != advertisements.shown[client].self_commitment:
             raise DealerError(client, "seed")
         total -= self_mask(seed, client, terms)
     for client in dropped:
-        seed = combine({holder: reveals[holder].mask_shares[client] for holder in holders}, terms)
-        private = mask_private_key(seed, client, terms)
+        private = mask_private_key(seeds[client], client, terms)
         if public_half(private) != advertisements.shown[client].mask_key:
             raise DealerError(client, "key")
-        # Its mask for a survivor is the negative of the survivor's for it.
-        for peer in masked.survivors:
-            total += pairwise_mask(private, client, advertisements.shown[peer].mask_key, peer, terms)
+        # Its masks for survivors are the negatives of the survivors' for it.
+        agreed = agreements(private, {peer: advertisements.shown[peer].mask_key for peer in masked.survivors})
+        total += pairwise_masks(agreed, client, terms)
     return Recovered(values=to_centred(total), survivors=masked.survivors, revealed=tuple(reveals), refused=refused)
 
 

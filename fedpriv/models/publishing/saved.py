@@ -1,6 +1,6 @@
 """A saved variant, in its run's folder, in a store or on its own; its model, and the model's answers to texts.
 
-Each text has a pass of its own, without padding, so an answer depends on no other text by a bit.
+Texts of like lengths share a pass, so another text changes an answer by no more than rounding.
 """
 
 import json
@@ -34,7 +34,7 @@ GLOBAL = "global"
 _Task = Literal["SEQ_CLS", "CAUSAL_LM"]
 
 # Texts of a pass.
-_ROWS = 8
+_ROWS = 16
 
 NO_LIMIT = 2**30
 """The most tokens of a prompt, which is not cut: one that is too long is refused."""

@@ -26,7 +26,7 @@ def expected(attempt: Attempt, *survivors: int) -> np.ndarray:
     [
         ("", "must be JSON"),
         ("[1]", "must be a JSON object"),
-        ("{}", "must be an object with client, encryption_key"),
+        ("{}", "advertisement: 'client' is missing"),
         (None, "client 1: its advertisement names client 2"),
         (begin(replace(TERMS, round=9), LIAR).advertisement, "did not sign these keys for these terms"),
         ("x" * 2**21, "must be a text of at most"),
@@ -213,10 +213,11 @@ def test_who_complains_of_sound_shares_is_named_in_place_of_their_dealer():
         server.collect_checks(attempt.u2, {client: honest[client] for client in (0, 2)})
 
 
-def test_a_key_that_agrees_on_zero_is_refused_where_it_is_shown():
+@pytest.mark.parametrize("key", ["encryption_key", "mask_key"])
+def test_a_key_that_agrees_on_zero_is_refused_where_it_is_shown(key):
     attempt = Attempt(terms=TERMS)
     texts = {client: session.advertisement for client, session in attempt.sessions.items()}
-    zero = replace(_messages.advertisement_from_text(texts[LIAR]), encryption_key=bytes(32))
+    zero = replace(_messages.advertisement_from_text(texts[LIAR]), **{key: bytes(32)})
     zero = replace(zero, signature=node(LIAR).sign(advertised(TERMS, zero)))
     state = server.collect_advertisements(TERMS, texts | {LIAR: _messages.advertisement_text(zero)}, verify=verify_once)
     assert state.refused == {LIAR: "client 1: its X25519 key agrees on zero with everyone"}

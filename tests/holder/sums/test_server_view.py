@@ -16,20 +16,26 @@ from scipy import stats
 from fedpriv.holder.sums import _client as node_side
 from fedpriv.holder.sums._masks import (
     Words,
+    agreements,
     combine,
-    pairwise_mask,
+    pairwise_masks,
     public_half,
     self_mask,
     to_centred,
     verify_once,
 )
 from fedpriv.holder.sums._messages import Reveal, mask_private_key
-from fedpriv.holder.sums._terms import ProtocolError
+from fedpriv.holder.sums._terms import ProtocolError, Terms
 from tests.holder.sums.attempts import make_terms, node
 
 FALSE_ALARM = 1e-9
 TERMS = make_terms(5, threshold=4, colluding=1, dimension=4096)
 HONEST, COLLUDER = (0, 1, 2, 3), 4
+
+
+def pairwise_mask(private: bytes, client: int, public: bytes, peer: int, terms: Terms = TERMS) -> Words:
+    """What the client adds for one peer."""
+    return pairwise_masks(agreements(private, {peer: public}), client, terms)
 
 
 def looks_uniform(words: Words) -> bool:
@@ -68,9 +74,9 @@ class View:
             for peer in self.peers[client] - {client}:
                 # Either private key gives the mask; a peer's is the negative of the client's.
                 if client in self.private:
-                    total = total - pairwise_mask(self.private[client], client, self.public[peer], peer, TERMS)
+                    total = total - pairwise_mask(self.private[client], client, self.public[peer], peer)
                 elif peer in self.private:
-                    total = total + pairwise_mask(self.private[peer], peer, self.public[client], client, TERMS)
+                    total = total + pairwise_mask(self.private[peer], peer, self.public[client], client)
         return total
 
 
@@ -131,7 +137,8 @@ def reveals_of(states: Mapping[int, node_side.Masked], survivors: list[int]) -> 
 
 def opened(reveals: list[Reveal], kind: str, client: int) -> bytes:
     """A seed from the first t shares revealed."""
-    return combine({found.client: getattr(found, kind)[client] for found in reveals[: TERMS.threshold]}, TERMS)
+    shares = {found.client: [getattr(found, kind)[client]] for found in reveals[: TERMS.threshold]}
+    return combine(shares, TERMS)[0]
 
 
 def groups(clients: Iterable[int]) -> list[tuple[int, ...]]:
@@ -171,7 +178,7 @@ def test_one_mask_left_out_is_found():
         peers = [peer for peer in HONEST if peer != client]
         for count, peer in enumerate(peers, start=1):
             private = mask_private_key(states[peer].begun.mask_seed, peer, TERMS)
-            remainder = remainder + pairwise_mask(private, peer, view.public[client], client, TERMS)
+            remainder = remainder + pairwise_mask(private, peer, view.public[client], client)
             assert looks_uniform(remainder) == (count < len(peers))
 
 
@@ -191,8 +198,8 @@ def test_masks_differ_between_attempts_even_if_a_node_drew_the_same_keys():
     for one, two in (
         (self_mask(seed, 0, TERMS), self_mask(seed, 0, other)),
         (self_mask(seed, 0, TERMS), self_mask(seed, 1, TERMS)),
-        (pairwise_mask(private, 0, peer, 1, TERMS), pairwise_mask(private, 0, peer, 1, other)),
-        (pairwise_mask(private, 0, peer, 1, TERMS), pairwise_mask(private, 0, peer, 2, TERMS)),
+        (pairwise_mask(private, 0, peer, 1), pairwise_mask(private, 0, peer, 1, other)),
+        (pairwise_mask(private, 0, peer, 1), pairwise_mask(private, 0, peer, 2)),
     ):
         assert looks_uniform(one - two)
         assert not looks_uniform(one - one)
