@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
-from fedpriv.files import read_text, write_new
+from fedpriv.files import new_file, read_text
 from fedpriv.holder.wire.frame import FAILED, FRAME, OWN, Request, Response, Scalars, carried, frame_in
 from fedpriv.privacy.ledger import keys
 from fedpriv.runs.files import run_folder_of
@@ -75,8 +75,11 @@ class Mailbox:
         self.path = path
         if not path.is_file():
             raise InputError(f"RUN = {path.with_suffix('')}: is no run that has asked nodes without a network")
-        with self._open() as db:
-            self.run, node_keys, self.bundle = db.execute("SELECT id, node_keys, bundle FROM run").fetchone()
+        try:
+            with self._open() as db:
+                self.run, node_keys, self.bundle = db.execute("SELECT id, node_keys, bundle FROM run").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise InputError(f"{path}: is no mailbox of a run ({error})") from None
         self.node_keys = Path(node_keys)
 
     @staticmethod
@@ -92,8 +95,7 @@ class Mailbox:
         path = folder.with_name(folder.name + BY_FILE)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_new(path, b"", mode=0o600)
-            with closing(sqlite3.connect(path)) as db, db:
+            with new_file(path, mode=0o600) as file, closing(sqlite3.connect(file.name)) as db, db:
                 db.executescript(_TABLES)
                 db.execute("INSERT INTO run VALUES (?, ?, ?, 0)", (uuid.uuid4().hex, config.node_keys, bundle))
         mailbox = Mailbox(path)
@@ -159,10 +161,11 @@ class Mailbox:
             content, file = db.execute("SELECT content, file FROM requests WHERE number = ?", (number,)).fetchone()
             return content or b"", file
 
-    def post(self, number: int, key: bytes, file: bytes) -> None:
-        """Note what is carried: who posts again carries the same."""
+    def post(self, number: int, key: bytes, file: bytes) -> bytes:
+        """Note what is carried, and return it: that of the first call, whoever calls again."""
         with self._open() as db:
-            db.execute("UPDATE requests SET key = ?, file = ? WHERE number = ?", (key, file, number))
+            db.execute("UPDATE requests SET key = ?, file = ? WHERE number = ? AND file IS NULL", (key, file, number))
+        return self.content(number)[1] or file
 
     def answer(self, number: int, reply: bytes, digest: str) -> bool:
         """Put in the answer to a request; False if it is not open any more."""

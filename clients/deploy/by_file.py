@@ -54,10 +54,13 @@ def answer(node: Node, request: Path, out: Path, *, retry_seconds: float = _RETR
     run, number, client = (letter.header[name] for name in ("run", "number", "client"))
     if client != node.vault.partition_id:
         raise InputError(f"{letter.name}: is for partition {client}, this node is partition {node.vault.partition_id}")
+    try:
+        reader = sealed.Public.from_encoded_point(sealed.CURVE, bytes.fromhex(letter.header["answer_to"]))
+    except ValueError:
+        raise InputError(f"{letter.name}: names no key for the answer") from None
     _check_newest(node, letter.name, run, number)
     response = _response(node, letter, content, retry_seconds)
     header = {"kind": "reply", "run": run, "number": number, "client": client}
-    reader = sealed.Public.from_encoded_point(sealed.CURVE, bytes.fromhex(letter.header["answer_to"]))
     try:
         replace_file(out, sealed.seal(header, response.frame, reader=reader, writer=own), mode=None)
     except OSError as error:

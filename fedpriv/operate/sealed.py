@@ -110,6 +110,8 @@ def read(path: Path) -> Sealed:
         header = json.loads(head[_PREFIX_BYTES:])
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}; must be a file, and no link") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+    except InputError:
+        raise
+    except (ValueError, RecursionError):
         raise InputError(f"{name}: its header is not JSON") from None
     return Sealed(name, header if isinstance(header, dict) else {}, head, *parts)

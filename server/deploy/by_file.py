@@ -97,8 +97,7 @@ def _posted(coordinator: Coordinator, mailbox: Mailbox, asked: Asked, content: b
     reader, writer = _node_key(coordinator, asked.client), _server_key(coordinator)
     file = sealed.seal(header, content, reader=reader, writer=writer)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    mailbox.post(asked.number, private, file)
-    return file
+    return mailbox.post(asked.number, private, file)
 
 
 def collect(run: Path, source: Path, say: Callable[[str], None], *, goes_on: bool = False) -> list[str]:
