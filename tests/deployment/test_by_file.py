@@ -218,9 +218,10 @@ def test_a_run_over_flowers_network_and_by_file(table, tiny_bert, holders_run, t
             site.approve_peers(client)
         by_file = Service(tmp_path / "f" / "node-2.log", CLIENT, "start", site.node(CARRIED), "--by-file")
         site.services["node-2"] = by_file
-        by_file.wait_for("the vault runs, without a network", 120)
+        by_file.wait_for("the vault runs, without a network", 300)
         values = {**holders_run, "num_clients": 3, "rounds": 1, "secure_aggregation": sums, "local_steps": 1}
         values |= {"optimizer": "sgd", "learning_rate": 0.1, "noise_multiplier": 4.0, "out": str(tmp_path / "run")}
+        values |= {"registration_seconds": 900, "round_seconds": 900}
         run, stick = site.start_run("run", values), tmp_path / "stick"
         stick.mkdir()
         # To register, what the node allows, and the one exchange of the round, or six.
@@ -231,7 +232,7 @@ def test_a_run_over_flowers_network_and_by_file(table, tiny_bert, holders_run, t
             assert f"to Clinic 2 (2): {request}" in said
             assert "answered" in kit(CLIENT, "answer", site.node(CARRIED), request, "--out", reply)
             kit(SERVER, "collect", tmp_path / "run", "--from", stick)
-        assert run.process.wait(timeout=240) == 0, run.text()
+        assert run.process.wait(timeout=600) == 0, run.text()
         rows = pd.read_csv(tmp_path / "run" / "clients.csv")
         assert dict(zip(rows.client, rows.status, strict=True)) == dict.fromkeys(CLIENTS, "ok")
         charged = [
