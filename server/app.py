@@ -32,6 +32,7 @@ from fedpriv.runs.show import check_installed, tracked_run
 from server import answers, checkpoint, registry
 from server.affordable import check_affordable
 from server.bookkeeping import announce_budgets
+from server.by_file import MixedGrid, mixed
 from server.checkpoint import Checkpoint
 from server.observer import FollowedObserver, LogObserver, Observer, RunProgress
 from server.registration import NO_NODE, Nodes, check_counted, label_of, register_nodes
@@ -75,8 +76,8 @@ def make_app(observer: Observer, during: Callable[[], AbstractContextManager[Non
                     f"{key} = {path!r}: must be an absolute path, since Flower runs in a folder of its own"
                 )
         try:
-            with during():
-                run(grid, config, observer)
+            with during(), mixed(grid, config, context.run_config) as link:
+                run(link, config, observer)
         except EXPECTED:
             log.addFilter(WithoutTrace())
             raise
@@ -244,6 +245,7 @@ def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
         node_keys=node_keys,
         may_be_missing=checkpoint.may_be_missing(resumed, config.min_clients, node_keys) if resumed else (),
         secure_aggregation=config.secure_aggregation,
+        goes_on=grid.goes_on if isinstance(grid, MixedGrid) else lambda: False,
     )
     return checkpoint.first_registrations(nodes, resumed, config.min_clients) if resumed else nodes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flwr.app import Message
@@ -79,6 +79,7 @@ def register_nodes(
     node_keys: Path | None = None,
     may_be_missing: Collection[int] = (),
     secure_aggregation: bool = False,
+    goes_on: Callable[[], bool] = lambda: False,
 ) -> Nodes:
     """The nodes that take part, ordered by partition id.
 
@@ -92,6 +93,7 @@ def register_nodes(
         node_keys: folder with the public key of each node's vault, as PARTITION-ID.pub; None admits every key.
         may_be_missing: partition ids, among those expected, that are not waited for, nor are those that left.
         secure_aggregation: nodes are to sign their parts in sums, so each needs an identity, and one of its own.
+        goes_on: whether nobody is to be waited for any more.
 
     Raises:
         InputError: no node registered, or two nodes claim one partition id.
@@ -112,7 +114,7 @@ def register_nodes(
             answered.add(node_id)
             _add(reply, node_id, nodes, node_keys, secure_aggregation=secure_aggregation)
         are_all = len(nodes.keys() - set(may_be_missing)) >= num_expected - len(may_be_missing)
-        if are_all or time.monotonic() > deadline:
+        if are_all or time.monotonic() > deadline or goes_on():
             break
         time.sleep(_POLL_SECONDS)
     if not nodes:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from clients.deploy import admission, folder, joining, records, supernode
+from clients.deploy import admission, by_file, folder, joining, records, supernode
 from clients.deploy import doctor as node_doctor
 from clients.deploy import metrics as node_metrics
 from clients.deploy.folder import Node
@@ -437,13 +437,37 @@ def new_key_(
 
 
 @app.command()
-def start(dir_: Folder) -> None:
+def start(
+    dir_: Folder,
+    is_by_file: Annotated[
+        bool, typer.Option("--by-file", help="The vault alone, on a machine without a network, for `answer`.")
+    ] = False,
+) -> None:
     """Run the node's vault and its SuperNode in the foreground until SIGINT or SIGTERM; DIR/node.log keeps their logs.
 
     Example: fedpriv node start ~/node
+
+    Example: fedpriv node start ~/node --by-file
     """
     node = Node.read(dir_)
-    raise typer.Exit(supernode.start(node, Log(typer.echo, node.log)))
+    raise typer.Exit(supernode.start(node, Log(typer.echo, node.log), by_file=is_by_file))
+
+
+@app.command()
+def answer(
+    dir_: Folder,
+    request: Annotated[Path, typer.Argument(metavar="REQUEST", help="What `fedpriv coordinator post` wrote.")],
+    out: Annotated[Path, typer.Option(metavar="REPLY", help="New file for the answer, with the ending .reply.")],
+) -> None:
+    """Let the vault of a node without a network answer a request: as over the network, and for the same charge.
+
+    The vault must run (`start --by-file`), and this as the user of its folder. The file is there when a reply over the
+    network would leave. To answer again costs nothing, and gives the same. The answer is sealed for the coordinator; a
+    refusal is one, and is shown here too.
+
+    Example: fedpriv node answer ~/node /media/stick/0003-node-2.request --out /media/stick/0003-node-2.reply
+    """
+    typer.echo(by_file.answer(Node.read(dir_), request, out))
 
 
 @app.command()

@@ -83,7 +83,7 @@ def command(node: Node, key: Path) -> list[str]:
     ]
 
 
-def start(node: Node, say: Callable[[str], None]) -> int:
+def start(node: Node, say: Callable[[str], None], *, by_file: bool = False) -> int:
     """Run the vault and the SuperNode until a signal or an error ends the latter, and return its exit code.
 
     A node that is not admitted yet waits until it is. What a killed `start` of the folder left behind is ended first.
@@ -91,18 +91,19 @@ def start(node: Node, say: Callable[[str], None]) -> int:
     Args:
         node: whose vault and SuperNode to run.
         say: prints a line; other threads call it too.
+        by_file: whether there is no SuperNode, since the node has no network; a signal ends the vault.
 
     Raises:
         InputError: another `start` of the folder runs, its port is taken, or see `prepare`.
         FlowerError: the vault does not start.
     """
     with only_start(node.folder, user_ids(node), say) as mark:
-        return _start(node, say, {**_environment(node), **mark})
+        return _start(node, say, {**_environment(node), **mark}, by_file=by_file)
 
 
-def _start(node: Node, say: Callable[[str], None], environ: Mapping[str, str]) -> int:
+def _start(node: Node, say: Callable[[str], None], environ: Mapping[str, str], *, by_file: bool) -> int:
     """Run the vault and the SuperNode in this environment, and return the exit code of the latter."""
-    if not (free := check_port_free(_HOST, node.port)).ok:
+    if not by_file and not (free := check_port_free(_HOST, node.port)).ok:
         raise InputError(f"{free.name} = {free.detail}")
     users = prepare(node)
     with (
@@ -110,6 +111,9 @@ def _start(node: Node, say: Callable[[str], None], environ: Mapping[str, str]) -
         running_vault(node, say, variables=environ, user=users.vault),
         metrics.running(node, say, variables=environ, user=users.vault),
     ):
+        if by_file:
+            say("the vault runs, without a network; `fedpriv node answer` takes requests by file")
+            threading.Event().wait()
         say(f"SuperNode started for {node.superlink}, partition {node.vault.partition_id}; its log follows")
         started = time.monotonic()
         while (ending := _run(node, users, environ, say)).not_admitted:

@@ -17,7 +17,7 @@ from fedpriv.operate.checks import check_tls, print_checks
 from fedpriv.operate.command_line import UnitFolder, back_up, compare, give_units, run_command_line
 from fedpriv.operate.flower import Log, use_proxies
 from fedpriv.privacy.ledger import keys
-from server.deploy import certificates, membership, runs, superlink
+from server.deploy import by_file, certificates, membership, runs, superlink
 from server.deploy import folder as folders
 from server.deploy.folder import Coordinator
 
@@ -159,11 +159,15 @@ def admit(
         typer.Option("--fingerprint", help="Of a vault's key, as its institution read it to you; once for each."),
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="A node may have had other keys; they end.")] = False,
+    is_by_file: Annotated[
+        bool, typer.Option("--by-file", help="They have no network: `post` and `collect` exchange files with them.")
+    ] = False,
 ) -> None:
     """Admit nodes while the SuperLink is running; when all that were invited are, write the roster for them.
 
     Let each institution read you the fingerprint of its vault's key: give them here, or on a terminal compare them one
-    by one. Nobody is admitted before all are compared. Repeating it for the same node does no harm.
+    by one. Nobody is admitted before all are compared. Repeating it for the same node does no harm; with or without
+    --by-file it says how runs that begin from then on reach the node.
 
     Example: fedpriv coordinator admit ~/federation anna.toml --fingerprint ABCD-EFGH-IJKL-MNOP-QRST
     """
@@ -174,7 +178,8 @@ def admit(
     compare(fingerprints or (), new, prints.values())
     for each in found:
         is_new = membership.register(coordinator, each.partition_id, each.node_key, each.vault_key, replace_old=replace)
-        state = "is admitted" if is_new else "was admitted before"
+        membership.reach(coordinator, each.partition_id, by_file=is_by_file)
+        state = f"{'is admitted' if is_new else 'was admitted before'}{', by file' if is_by_file else ''}"
         typer.echo(f"{each.name} {state}: vault key {prints[each.name]}")
     if waiting := membership.missing(coordinator):
         typer.echo(f"not yet admitted: {', '.join(waiting)}; `unregister` takes back an invitation")
@@ -213,6 +218,44 @@ def run(
     Example: fedpriv coordinator run ~/federation -c rounds=5 -c noise_multiplier=1.2
     """
     raise typer.Exit(runs.run(Coordinator.read(folder), override or [], Log(typer.echo)))
+
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, which need not be there yet.")]
+
+
+@app.command()
+def post(
+    run: RunFolder, to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder for the files.")]
+) -> None:
+    """Write a request for each node without a network that a run waits for: signed, and sealed for that node alone.
+
+    It waits until the run asks. Posting again writes the same files. Each node answers its own with `fedpriv node
+    answer`; `collect` takes the answers.
+
+    Example: fedpriv coordinator post ~/federation/runs/first --to /media/stick
+    """
+    by_file.post(run, to, typer.echo)
+
+
+@app.command()
+def collect(
+    run: RunFolder,
+    source: Annotated[Path, typer.Option("--from", metavar="DIR", help="Folder with the answers, *.reply.")],
+    goes_on: Annotated[
+        bool, typer.Option("--go-on", help="Without the answers that are missing: those nodes drop out of the round.")
+    ] = False,
+) -> None:
+    """Take the answers of nodes without a network; the run goes on once none is missing, or its time is over.
+
+    A file counts if the node that was asked signed it for a request that is open; the first counts. Exit code 1 if a
+    file was refused: the lines say which, and why. It can be called again.
+
+    Example: fedpriv coordinator collect ~/federation/runs/first --from /media/stick
+
+    Example: fedpriv coordinator collect ~/federation/runs/first --from /media/stick --go-on
+    """
+    refused = by_file.collect(run, source, typer.echo, goes_on=goes_on)
+    raise typer.Exit(1 if refused else 0)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from fedpriv.operate.command_line import validated
 from fedpriv.operate.joining import Application, Invitation, Member, Roster
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.keys import NODE, VAULT, Kind, fingerprint
+from server.by_file import BY_FILE
 from server.deploy.folder import CONNECTION, Coordinator
 
 # What Flower answers to who registers a key again, and to who takes out a node that is out.
@@ -134,6 +135,7 @@ def unregister(coordinator: Coordinator, name: str) -> int:
         raise InputError(f"NAME = {name!r}: is none of {', '.join(named) or 'the invited, of whom there are none'}")
     id_ = named[name]
     node, vault = coordinator.nodes / f"{id_}.pub", coordinator.vaults / f"{id_}.pub"
+    reach(coordinator, id_, by_file=False)
     if vault.exists():
         keys.add_line(vault.with_suffix(keys.EARLIER), keys.read_public_line(vault))
         vault.unlink()
@@ -191,6 +193,15 @@ def register(coordinator: Coordinator, partition_id: int, node: str, vault: str,
         keys.add_line(vault_file.with_suffix(keys.EARLIER), old_vault)
     replace_file(vault_file, f"{vault}\n".encode())
     return (old_node, old_vault) != (node, vault)
+
+
+def reach(coordinator: Coordinator, partition_id: int, *, by_file: bool) -> None:
+    """Note how runs that begin from now on reach an admitted node: by file or by network."""
+    path = coordinator.vaults / f"{partition_id}{BY_FILE}"
+    if by_file:
+        replace_file(path, _id_file(coordinator, partition_id).read_bytes())
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _known(coordinator: Coordinator, kind: Kind, partition_id: int, line: str, *, replace_old: bool) -> str | None:

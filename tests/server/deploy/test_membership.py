@@ -271,6 +271,20 @@ def test_who_leaves_is_out_for_good_and_what_it_signed_still_tells(coordinator, 
     assert (done.returncode, "NAME = 'bruno': is none of anna, dora" in done.stderr) == (2, True)
 
 
+def test_how_a_node_is_reached_is_what_it_was_admitted_with_last(coordinator, superlink_of, apply):
+    membership.invite(coordinator, ["anna", "bruno"])
+    files, marker = [apply("anna", 0), apply("bruno", 1)], coordinator.vaults / "1.by-file"
+    admit(coordinator, files[0])
+    assert "bruno is admitted, by file" in admit(coordinator, files[1], options=["--by-file"]).stdout
+    assert marker.read_text() == (coordinator.nodes / "1.id").read_text() == "2\n"
+    assert coordinator.registered(keys.VAULT).keys() == {0, 1}
+    admit(coordinator, files[1])
+    assert [file.name for file in coordinator.vaults.glob("*.by-file")] == []
+    admit(coordinator, files[1], options=["--by-file"])
+    deploy("unregister", coordinator.folder, "bruno")
+    assert not marker.exists()
+
+
 def test_a_node_that_flower_has_forgotten_can_leave(coordinator, superlink_of, apply, monkeypatch):
     """As after a crash between two of the steps, or a lost state.db."""
     membership.invite(coordinator, ["anna"])
