@@ -558,8 +558,10 @@ def _of_job(text: str, file: str, names: _Names) -> Iterator[_Found]:
 
 def _of_toml(text: str, file: str, names: _Names) -> Iterator[_Found]:
     """A Flower app's run configuration, or a row of a table by the names of its columns."""
-    content = tomllib.loads(text)
-    app = content.get("tool", {}).get("flwr", {}).get("app", {}).get("config", content)
+    content = app = tomllib.loads(text)
+    for name in ("tool", "flwr", "app", "config") if "tool" in content else ():
+        app = app.get(name, {}) if isinstance(app, dict) else {}
+    app = app if isinstance(app, dict) else {}
     for name, value in app.items():
         if isinstance(value, (bool, int, float, str)):
             names.bind(name, value)
