@@ -1,4 +1,4 @@
-"""What another platform's privacy setting costs, from its users' files, which are parsed and never imported or run.
+"""The cost of another platform's privacy setting, from its users' files, which are parsed and never imported or run.
 
 Files bind names to values (`_Names`). A call or filter of a known kind (`_KINDS`) makes releases, which are accounted.
 What decides a cost and is in no file is asked for by name.
@@ -41,7 +41,7 @@ _WHOLE = {"num_rounds", "records", "batch_size", "epochs", "num_parameters", "nu
 _WHOLE |= {"engines"}
 _SHARES = {"delta", "fraction", "sampling_probability"}
 _MAY_BE_ZERO = {"noise_multiplier", "sensitivity", "clipped_count_stddev", "target_clipped_quantile"}
-_TYPES = {"clipping": str, "poisson_sampling": bool, "dp_enabled": bool, "head": bool}
+_TYPES = {"clipping": str, "poisson_sampling": bool, "drop_last": bool, "dp_enabled": bool, "head": bool}
 
 _MATH: Mapping[Any, Callable[..., float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: math.pow,
@@ -52,7 +52,7 @@ _NOISE, _EPSILON, _ROUND = (re.compile(word) for word in ("noise|sigma", "(^|_)e
 
 
 class Condition(NamedTuple):
-    """What a file does not ensure; whether its epsilon holds only with it; the releases in the other case, if known."""
+    """A property that no file ensures: whether the epsilon needs it, and the releases in the other case, if known."""
 
     text: str
     is_counted_on: bool
@@ -60,8 +60,8 @@ class Condition(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a setting releases in a whole run, and what its file states.
+class ForeignSetting:
+    """The releases that a setting makes in a whole run, and what its file states.
 
     Attributes:
         releases: those that the claim is about first; None where the file does not say which.
@@ -118,7 +118,7 @@ def _cost(releases: _Releases | None, delta: float, lost: float) -> dict[str, An
 
 
 def check_settings(paths: Sequence[Path], given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The privacy settings in the files of one app or job, with what they cost: see `Setting.figures`.
+    """The privacy settings in the files of one app or job, with what they cost: see `ForeignSetting.figures`.
 
     Args:
         paths: Python, .json, .conf or .toml, each of at most 1 MiB; names in one may have their values in another.
@@ -127,7 +127,7 @@ def check_settings(paths: Sequence[Path], given: Mapping[str, Any]) -> list[dict
     Raises:
         InputError: a file cannot be read, holds no setting of a known kind, or a value is missing or out of range.
     """
-    files, found = ", ".join(map(str, paths)), list[_Found]()
+    files, found = ", ".join(map(str, paths)), list[_Mention]()
     names = _Names({_plain(name): value for name, value in given.items()})
     for path in paths:
         if path.suffix not in _READERS:
@@ -162,7 +162,7 @@ def _text(path: Path) -> str:
     """The text of a regular file that is no link, so that a hostile folder leads nowhere."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            is_file, content = stat.S_ISREG(os.fstat(file.fileno()).st_mode), b""
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             content = file.read(_MOST_BYTES + 1) if is_file else b""
     except OSError as error:
         reason = "is a link; name the file itself" if path.is_symlink() else f"cannot be read ({error.strerror})"
@@ -176,7 +176,7 @@ def _text(path: Path) -> str:
 
 
 class _Names:
-    """What files bind to each name. A name has a value only if everything that binds it says the same."""
+    """The values that files bind to names. A name has one only if everything that binds it says the same."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given, self.used, self._steps = given, set[str](), 0
@@ -235,7 +235,7 @@ class _Names:
         return result if math.isfinite(result) else _UNKNOWN
 
 
-class _Found(NamedTuple):
+class _Mention(NamedTuple):
     """A setting in a file, with its arguments there, each a plain value or an expression."""
 
     kind: str
@@ -265,16 +265,19 @@ class _Found(NamedTuple):
 def _checked(name: str, value: Any) -> Any:
     """A value in its range."""
     plain, kind = name.removeprefix("dp_"), _TYPES.get(name)
-    low, high = (1.0, 1e12) if plain in _WHOLE else (0.0, 1.0 if plain in _SHARES else math.inf)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if kind:
         right, wanted = isinstance(value, kind), "a name" if kind is str else "true or false"
     elif plain in _WHOLE:
-        right, wanted = is_number and low <= value <= high and value == int(value), "a whole number in [1, 1e12]"
+        right, wanted = is_number and 1 <= value <= 1e12 and value == int(value), "a whole number in [1, 1e12]"
+    elif plain in _SHARES:
+        right, wanted = (
+            is_number and 0 < value <= 1 and (plain, value) != ("delta", 1),
+            f"a number in (0, {'1)' if plain == 'delta' else '1]'}",
+        )
     else:
-        right = is_number and low <= value <= high and (value > 0 or plain in _MAY_BE_ZERO)
-        right = right and not (plain == "delta" and value == 1)
-        wanted = f"a number {'>=' if plain in _MAY_BE_ZERO else '>'} 0{' and at most 1' if high == 1 else ''}"
+        right = is_number and (value > 0 or (value == 0 and plain in _MAY_BE_ZERO))
+        wanted = f"a number {'>=' if plain in _MAY_BE_ZERO else '>'} 0"
     if not right:
         raise InputError(f"{name} = {str(value)[:60]!r}: must be {wanted}")
     return value if kind else int(value) if plain in _WHOLE else float(value)
@@ -292,7 +295,7 @@ def _scaled(factor: float, needed: float) -> dict[str, float]:
     return {"noise_multiplier": factor * needed}
 
 
-def _local(v: Mapping[str, Any]) -> Setting:
+def _local(v: Mapping[str, Any]) -> ForeignSetting:
     """Gaussian noise on a client's whole clipped update, sized by the classical bound for one epsilon."""
     v = {name.removeprefix("dp_"): value for name, value in v.items()}
     clip, sensitivity, rounds = v["clipping_norm"], v["sensitivity"], v["num_rounds"]
@@ -306,21 +309,21 @@ def _local(v: Mapping[str, Any]) -> Setting:
     def own_terms(needed: float) -> dict[str, float]:
         return {"sensitivity": largest, "epsilon": at_one / needed}
 
-    return Setting(_gaussian(z, rounds), v["epsilon"], "each round", conditions, own_terms)
+    return ForeignSetting(_gaussian(z, rounds), v["epsilon"], "each round", conditions, own_terms)
 
 
-def _central(v: Mapping[str, Any]) -> Setting:
+def _central(v: Mapping[str, Any]) -> ForeignSetting:
     """Noise that a server adds to an average of clipped updates; two of one client are up to twice the clip apart."""
     rounds, factor = v["num_rounds"], clipping.UPLOAD_FACTOR
     z, lost = _late(v) if "clipped_count_stddev" in v else (v["noise_multiplier"], 0.0)
     trusted = "the server is trusted: it sees each upload, or their exact sum, before it adds the noise"
     conditions = [
         Condition(trusted, True, _gaussian(0.0)),
-        Condition("all clients weigh the same, whatever number of examples they state", True),
+        Condition("as many clients answer as stated, and all weigh the same", True),
         Condition("a client is left out, not given other data", False, _gaussian(z, rounds)),
         Condition("who takes part is a Poisson sample that nobody sees", False),
     ]
-    return Setting(_gaussian(z / factor, rounds), *_claimed(v), conditions, partial(_scaled, factor), lost)
+    return ForeignSetting(_gaussian(z / factor, rounds), *_claimed(v), conditions, partial(_scaled, factor), lost)
 
 
 def _late(v: Mapping[str, Any]) -> tuple[float, float]:
@@ -340,7 +343,7 @@ def _late(v: Mapping[str, Any]) -> tuple[float, float]:
     return ((stated**-2 - of_count) / shrunk**2 + of_count) ** -0.5, 1e-9 * v["num_rounds"]
 
 
-def _sparse(v: Mapping[str, Any]) -> Setting:
+def _sparse(v: Mapping[str, Any]) -> ForeignSetting:
     """NVFLARE's sparse vector: epsilon for which values are sent, and Laplace noise on each of those."""
     rounds, sent = v["num_rounds"], math.ceil(v["num_parameters"] * v["fraction"])
     each = v["noise_var"] if v["epsilon_release"] == "auto" else v["epsilon_release"] / sent
@@ -349,26 +352,24 @@ def _sparse(v: Mapping[str, Any]) -> Setting:
     text = f"the choice costs what is stated, though it ends with a whole pass, not at {sent:,} values"
     conditions = [Condition(text, True), Condition("no parameter is a single number, which gets no noise", True)]
     claimed_for = "the choice of one round's values"
-    return Setting(
+    return ForeignSetting(
         releases, v["epsilon"], claimed_for, conditions, lambda _: {"epsilon": half, "epsilon_release": half}
     )
 
 
-def _without_noise(v: Mapping[str, Any]) -> Setting:
+def _without_noise(v: Mapping[str, Any]) -> ForeignSetting:
     """A filter that clips or leaves out, or whose noise has a size that the update itself decides."""
     condition = Condition("noise of a fixed size on an update of bounded norm", False)
-    return Setting(_gaussian(0.0), None, "", [condition], partial(_scaled, clipping.UPLOAD_FACTOR))
+    return ForeignSetting(_gaussian(0.0), None, "", [condition], partial(_scaled, clipping.UPLOAD_FACTOR))
 
 
-def _opacus(v: Mapping[str, Any]) -> Setting:
+def _opacus(v: Mapping[str, Any]) -> ForeignSetting:
     """Opacus' noisy steps: q = 1 / (number of batches), so many steps an epoch; anew in each round where it is made."""
     if v["clipping"] not in ("flat", "per_layer"):  # whose noise has the norm of all layers' clips
         raise InputError(f"clipping = {v['clipping']!r}: must be flat or per_layer, of which the cost is known")
-    batches, epochs, rounds = (
-        math.ceil(v["records"] / v["batch_size"]),
-        v["epochs"],
-        v.get("num_rounds", 1) * v.get("engines", 1),
-    )
+    whole, rest = divmod(v["records"], v["batch_size"])
+    batches, epochs, rounds = max(1, whole + (rest > 0 and not v["drop_last"])), v["epochs"], v.get("num_rounds", 1)
+    rounds *= v.get("engines", 1)
     z, claimed, steps = v.get("noise_multiplier"), v.get("target_epsilon"), epochs * batches
     if z is None:
         z = noise_multiplier_for(v["target_epsilon"], v["delta"], sampling_probability=1 / batches, steps=steps)
@@ -377,25 +378,25 @@ def _opacus(v: Mapping[str, Any]) -> Setting:
     releases, otherwise = cases if v["poisson_sampling"] else cases[::-1]
     claimed_for = "each engine" if rounds > 1 else "the whole run"
     conditions = [Condition("batches are Poisson samples", v["poisson_sampling"], otherwise)]
-    return Setting(releases, claimed, claimed_for, conditions, partial(_scaled, 1.0))
+    return ForeignSetting(releases, claimed, claimed_for, conditions, partial(_scaled, 1.0))
 
 
-def _row(v: Mapping[str, Any]) -> Setting:
+def _row(v: Mapping[str, Any]) -> ForeignSetting:
     """A row of a paper's table: steps on Poisson samples, under a clipping rule."""
     rule, rounds = clipping.clipping_rule(v["clipping"]), v["num_rounds"]
     parts = clipping.num_parts(rule, num_tensors=v["num_tensors"], head=v["head"])
     factor = clipping.sensitivity_factor(rule, parts)
     cases = [_gaussian(v["noise_multiplier"] / factor, rounds, q, "record") for q in (v["sampling_probability"], 1.0)]
     conditions = [Condition("batches are Poisson samples, and nobody knows who is in one", True, cases[1])]
-    return Setting(cases[0], *_claimed(v), conditions, partial(_scaled, factor))
+    return ForeignSetting(cases[0], *_claimed(v), conditions, partial(_scaled, factor))
 
 
-def _formula(v: Mapping[str, Any]) -> Setting:
+def _formula(v: Mapping[str, Any]) -> ForeignSetting:
     """A line whose "epsilon" rises with the noise, as none does; which noise the file adds is not known."""
     z, rounds, factor = v["noise_multiplier"], v["num_rounds"], clipping.UPLOAD_FACTOR
     text = f"each client's part of a sum is clipped to C, and the noise is {z:g} C, fixed before"
     best, claimed_for = Condition(text, False, _gaussian(z / factor, rounds)), "the run, though it rises with the noise"
-    return Setting(None, v["adds_up_to"], claimed_for, [best], partial(_scaled, factor))
+    return ForeignSetting(None, v["adds_up_to"], claimed_for, [best], partial(_scaled, factor))
 
 
 class _Kind(NamedTuple):
@@ -404,7 +405,7 @@ class _Kind(NamedTuple):
     What has the default None is asked for; a name that is no parameter is looked up among all names of the files.
     """
 
-    cost: Callable[[Mapping[str, Any]], Setting]
+    cost: Callable[[Mapping[str, Any]], ForeignSetting]
     reads: Mapping[str, Any]
     order: str = ""
 
@@ -413,7 +414,8 @@ _RUN = {"num_rounds": None, "delta": 1e-5}
 _AIMED = {"target_epsilon": _ABSENT, "delta": 1e-5}
 _FLIP = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e-5}
 _FLIP_MOD = {"dp_enabled": True} | {f"dp_{name}": value for name, value in _FLIP.items()}
-_ENGINE = {"clipping": "flat", "poisson_sampling": True, "batch_size": None, "records": None, "epochs": None}
+_LOADER = {"batch_size": None, "records": None, "drop_last": False}
+_ENGINE = {"clipping": "flat", "poisson_sampling": True, "epochs": None} | _LOADER
 _NOISY = {"noise_multiplier": None, "num_rounds": None}
 _QUANTILE = {"num_sampled_clients": None, "target_clipped_quantile": 0.5, "clip_norm_lr": 0.2}
 _SPARSE = {"fraction": 0.1, "epsilon": 0.1, "noise_var": 0.1, "epsilon_release": "auto", "num_parameters": None}
@@ -442,7 +444,7 @@ _KINDS = {
 }
 
 
-def _of_python(text: str, file: str, names: _Names) -> Iterator[_Found]:
+def _of_python(text: str, file: str, names: _Names) -> Iterator[_Mention]:
     tree = ast.parse(text)
     times = defaultdict[int, set[str]](set)
     for node in ast.walk(tree):
@@ -465,7 +467,7 @@ def _of_python(text: str, file: str, names: _Names) -> Iterator[_Found]:
                 for key, value in zip(keys, values, strict=True):
                     names.bind(getattr(key, "value", None), value)
             case ast.Name(id="flip_local_dp_mod"):
-                yield _Found("flip_local_dp_mod", place, {})
+                yield _Mention("flip_local_dp_mod", place, {})
             case ast.Call(func=func, args=arguments, keywords=keywords):
                 kind, given = _last(func), dict[str, Any]((each.arg or "**", each.value) for each in keywords)
                 if kind == "add_argument":  # its default holds until a person types another
@@ -478,9 +480,9 @@ def _of_python(text: str, file: str, names: _Names) -> Iterator[_Found]:
                         given = {"**": _UNKNOWN}
                     found = dict(zip(order, arguments, strict=False)) | given
                     found |= {"delta": found["target_delta"]} if "target_delta" in found else {}
-                    yield _Found(kind, place, found, times[id(node)] if _KINDS[kind].cost is _opacus else ())
+                    yield _Mention(kind, place, found, times[id(node)] if _KINDS[kind].cost is _opacus else ())
         if isinstance(node, (ast.AugAssign, ast.Assign)) and _rises(node):
-            yield _Found("a line that adds up epsilon", place, {}, line=node)
+            yield _Mention("a line that adds up epsilon", place, {}, line=node)
 
 
 def _is_round(node: ast.AST) -> bool:
@@ -518,7 +520,7 @@ def _has_above(node: ast.expr, is_above: bool = True) -> bool:
 
 
 def _added_up(node: ast.AugAssign | ast.Assign, names: _Names, values: Mapping[str, Any]) -> float | None:
-    """What such a line gives in all rounds, which names of rounds without a value count; None if it cannot be told."""
+    """The sum of such a line over all rounds, which names of rounds without a value count; None if it is not known."""
     leaves = {_plain(_last(each)) for each in ast.walk(node.value)} - {""}
     noise = {leaf: values["noise_multiplier"] for leaf in leaves if _NOISE.search(leaf)}
     counters = [leaf for leaf in leaves if _ROUND.search(leaf) and names.look_up(leaf) is _UNKNOWN]
@@ -540,7 +542,7 @@ def _plain(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _of_job(text: str, file: str, names: _Names) -> Iterator[_Found]:
+def _of_job(text: str, file: str, names: _Names) -> Iterator[_Mention]:
     """NVFLARE's filters anywhere in a configuration, whose plain values are names for the others."""
     left = [_hocon(text)]
     while left:
@@ -553,10 +555,10 @@ def _of_job(text: str, file: str, names: _Names) -> Iterator[_Found]:
                     names.bind(name, value)
             kind = str(node.get("path", node.get("name", ""))).rpartition(".")[2]
             if kind in _KINDS and isinstance(node.get("args", {}), dict):
-                yield _Found(kind, file, node.get("args", {}))
+                yield _Mention(kind, file, node.get("args", {}))
 
 
-def _of_toml(text: str, file: str, names: _Names) -> Iterator[_Found]:
+def _of_toml(text: str, file: str, names: _Names) -> Iterator[_Mention]:
     """A Flower app's run configuration, or a row of a table by the names of its columns."""
     content = app = tomllib.loads(text)
     for name in ("tool", "flwr", "app", "config") if "tool" in content else ():
@@ -566,9 +568,9 @@ def _of_toml(text: str, file: str, names: _Names) -> Iterator[_Found]:
         if isinstance(value, (bool, int, float, str)):
             names.bind(name, value)
     if any(_plain(name) in _FLIP_MOD for name in app):
-        yield _Found("flip_local_dp_mod", file, {})
+        yield _Mention("flip_local_dp_mod", file, {})
     elif app is content:
-        yield _Found("a table's row", file, {})
+        yield _Mention("a table's row", file, {})
 
 
 _READERS = {".py": _of_python, ".json": _of_job, ".conf": _of_job, ".toml": _of_toml}

@@ -210,6 +210,8 @@ def test_noise_off_and_no_poisson_sampling_are_read(tmp_path):
     assert (found["releases"], found["sampling_probability"]) == (4, 1.0)
     assert plain_delta(math.sqrt(4) / 2, found["epsilon"]) == pytest.approx(DELTA, rel=1e-3)
     assert found["conditions"][0]["epsilon"] == pytest.approx(sampled(0.1, 2.0, 40), rel=2e-3)
+    short = of_python(tmp_path, f"DataLoader(drop_last=True)\n{call}", batch_size=10, records=95, epochs=4, engines=1)
+    assert short["conditions"][0]["epsilon"] == pytest.approx(sampled(1 / 9, 2.0, 36), rel=2e-3)
 
 
 def test_the_noise_of_flowers_adaptive_strategy_has_the_next_clip():
