@@ -1,10 +1,11 @@
-"""`fedpriv account`, `calibrate`, `repeat-and-select` and `communication`: costs, from numbers alone."""
+"""`fedpriv account`, `calibrate`, `check`, `repeat-and-select` and `communication`: costs, before anything runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -176,6 +177,58 @@ def calibrate(
         "accountant": accountant,
     }
     return _with_risk(values, event, delta)
+
+
+def check(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Of one app or job, the setting's first.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-c", metavar="NAME=VALUE", help="What no file says, or what holds in its place."),
+    ] = None,
+) -> Result:
+    """Tell what another platform's privacy setting costs; its files are parsed, and never imported or run.
+
+    Reads privacy filters of NVFLARE jobs (.json, .conf), LocalDpMod and clipping strategies of Flower apps and Opacus'
+    make_private in Python, FLIP's run configuration and a row of a paper's table (.toml). `fedpriv config check` is for
+    a run of fedpriv's own. Examples:
+
+    fedpriv check config_fed_client.json --set num_rounds=5 --set num_parameters=7033281
+
+    fedpriv check server_app.py pyproject.toml --set target_epsilon=8
+    """
+    from fedpriv.config import parse_overrides
+    from fedpriv.runs.plan.foreign import check_settings
+
+    found = check_settings(files, parse_overrides(override or []))
+    return Result({"settings": found}, [line for setting in found for line in _check_page(setting)])
+
+
+def _check_page(values: Mapping[str, Any]) -> Iterator[str]:
+    """A setting's figures, then a sentence for each condition and for what would meet the claim."""
+    listed = ("mechanism", "place", "read", "conditions", "instead", "found")
+    yield f"{values['place']}: {values['mechanism']}"
+    yield f"  read: {', '.join(f'{name} = {_readable(value)}' for name, value in values['read'].items())}"
+    shown = {name: value for name, value in values.items() if name not in listed and value is not None}
+    yield from (f"  {line}" for line in entries({name: _readable(value) for name, value in shown.items()}))
+    yield f"  {_epsilon_and_found(values)}"
+    for each in values["conditions"]:
+        other = (
+            ""
+            if each["epsilon"] is None
+            else f" ({'else' if each['is_counted_on'] else 'then'} {_epsilon_and_found(each)})"
+        )
+        yield f"  {'counts on' if each['is_counted_on'] else 'does not count on'}: {each['condition']}{other}"
+    if values["instead"]:
+        own = ", ".join(f"{name} = {_readable(value)}" for name, value in values["instead"].items())
+        yield f"  for an epsilon of {_readable(values['claimed_epsilon'])} over the whole run: {own}"
+
+
+def _epsilon_and_found(values: Mapping[str, Any]) -> str:
+    from fedpriv.texts import percent_up
+
+    if values["epsilon"] is None:
+        return "epsilon is not known from the file"
+    return f"epsilon {values['epsilon']:,.6g}; {percent_up(values['found'])} are found at 1 % false accusations"
 
 
 def repeat_and_select(

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from fedpriv.apps import naming_extras
 from fedpriv.cli import _audit, _dedup, _inputs, _integral, _ledger, _serve, lmo
 from fedpriv.cli._command import Result, command
-from fedpriv.cli._costs import account, calibrate, communication, repeat_and_select
+from fedpriv.cli._costs import account, calibrate, check, communication, repeat_and_select
 from fedpriv.cli._plan import plan
 from fedpriv.cli._runs import card, export, predict, push, report, status, watch
 from fedpriv.errors import FlowerError, InputError, LedgerError, StoreError
@@ -153,7 +153,7 @@ def _part(page: str, anchor: str) -> Iterator[str]:
 
 
 app = typer.Typer(cls=ProgramGroup, no_args_is_help=True, pretty_exceptions_enable=False)
-for of_costs in (account, calibrate, repeat_and_select, plan, report, communication):
+for of_costs in (account, calibrate, check, repeat_and_select, plan, report, communication):
     command(app)(of_costs)
 app.command()(status)
 app.command()(watch)

@@ -53,6 +53,7 @@ ATTACK = "--owners 4 --trials 2 --subsamples 9 --best 3 --epochs 1 --overfit-epo
 EXAMPLES = {
     "account": Example(f"--noise-multiplier 0 {SCHEDULE}", infinite="epsilon"),
     "calibrate": Example(f"--epsilon 2 --accountant rdp {SCHEDULE}"),
+    "check": Example("sigma.conf", infinite="settings 0 epsilon"),
     "repeat-and-select": Example(
         f"--noise-multiplier 0 --mean-repetitions 10 --shape inf {SCHEDULE} "
         "--number-is-random-and-secret --losers-are-hidden",
@@ -142,6 +143,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
     write_csv(folder / "losses.csv", loss=range(8), member=[0, 1] * 4)
     exponential = {"combination": "mixture", "exponential": {"weight": 1, "rate": 2.0}}
     (folder / "exponential.json").write_text(json.dumps(exponential))
+    (folder / "sigma.conf").write_text("filters = [{ path = x.PercentilePrivacy }]")
     safetensors.numpy.save_file({"losses": np.arange(4.0)}, folder / "model.safetensors")
     (folder / "judge_of_every_command.py").write_text(
         "def judge():\n    return lambda tensors: (tensors['losses'].numpy(), [1, 1, 0, 0])\n"

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -45,13 +44,11 @@ from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.wire.frame import Response, Scalar
 from fedpriv.learning.training import UpdateNoise
 from fedpriv.privacy.accounting import Event, PrivacySpent, Release, SubsampledGaussian, epsilon_of
+from fedpriv.privacy.accounting.sensitivity import local_dp_multiplier
 from fedpriv.privacy.ledger import DataSet, Key, Ledger, reading
 from fedpriv.privacy.mechanisms import SecureSource
 
 log = logging.getLogger("flwr")
-
-# What LocalDpMod's norms in the arrays' own type may be off by: clipped float32 updates of 10^7 values stay below it.
-_CLIPPING_MARGIN = 1e-3
 
 # The batches that BatchNorm has seen: an integer, of which the average of Flower's strategies makes a float.
 _UNTRAINED = ("num_batches_tracked",)
@@ -365,10 +362,8 @@ class LocalDp(Protocol):
 def local_dp_event(mod: LocalDp, count: int = 1) -> SubsampledGaussian:
     """The cost of releases through Flower's LocalDpMod: Gaussian noise on the whole clipped update of one client.
 
-    The mod adds N(0, s^2) with s = sensitivity sqrt(2 ln(1.25 / delta)) / epsilon, the classical bound, which is proven
-    for epsilon < 1 alone. Here the Gaussian itself is accounted, at any epsilon. Two updates clipped to C are up to 2 C
-    apart, whatever sensitivity the mod was given, so the noise multiplier is s / (2 C), less 0.1 % since the mod clips
-    in the arrays' own type. Unit: the client, whose data may all be replaced.
+    The Gaussian itself is accounted, at any epsilon, see `local_dp_multiplier`. Unit: the client, whose data may all be
+    replaced.
 
     Args:
         mod: the LocalDpMod.
@@ -376,14 +371,11 @@ def local_dp_event(mod: LocalDp, count: int = 1) -> SubsampledGaussian:
 
     Raises:
         InputError: the mod's epsilon or delta is 0, so its noise has no finite size; or it adds none.
-
-    Source: Dwork and Roth 2014, Theorem 3.22, for the mod's s.
     """
     if not (mod.epsilon > 0 and 0 < mod.delta < 1 and mod.sensitivity > 0):
         raise InputError(
             f"LocalDpMod: sensitivity = {mod.sensitivity}, epsilon = {mod.epsilon}, delta = {mod.delta}: must be > 0, "
             "and delta below 1"
         )
-    stddev = mod.sensitivity * math.sqrt(2 * math.log(1.25 / mod.delta)) / mod.epsilon
-    multiplier = stddev / (2 * mod.clipping_norm * (1 + _CLIPPING_MARGIN))
+    multiplier = local_dp_multiplier(mod.clipping_norm, mod.sensitivity, mod.epsilon, mod.delta)
     return SubsampledGaussian(noise_multiplier=multiplier, sampling_probability=1.0, count=count, unit="client")
