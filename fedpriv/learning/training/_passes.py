@@ -33,7 +33,7 @@ RECORDS_OF_A_STEP = 64
 _FLOAT_BYTES = 4
 
 # A larger activation no longer fits in a CPU's caches.
-_MOST_ACTIVATION_FLOATS = 2**21
+_MOST_ACTIVATION_FLOATS = 2**20
 
 _MULTIPLE = 8
 
