@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from fedpriv.config import DataSection, RunConfig
 from fedpriv.errors import InputError, is_memory_failure
@@ -263,9 +265,9 @@ def collate(items: Sequence[Item], tokens: int | None = None) -> dict[str, Tenso
     batch = {}
     for name in first.features:
         padding = first.pad_token_id if name == "input_ids" else 0
-        batch[name] = torch.full((len(items), tokens), padding, dtype=torch.int64)
-        for row, (records, index) in enumerate(items):
-            batch[name][row, : lengths[row]] = records.features[name][index]
+        given = [records.features[name][index] for records, index in items]
+        rows = pad_sequence(given, batch_first=True, padding_value=padding)
+        batch[name] = F.pad(rows, (0, tokens - rows.shape[1]), value=padding).to(torch.int64)
     batch["attention_mask"] = (torch.arange(tokens) < torch.tensor(lengths).unsqueeze(1)).to(torch.int64)
     if len(first.labels):
         batch["labels"] = torch.stack([records.labels[index] for records, index in items])

@@ -218,9 +218,12 @@ class PrefixCache:
 
     def fill(self, items: Sequence[Item]) -> None:
         """Keep the states of all records of these records' sets, as far as there is room."""
-        for records in dict.fromkeys(records for records, _ in items):
-            if records not in self._kept:
-                self._kept[records] = self._keep(records)
+        missing = [records for records in dict.fromkeys(records for records, _ in items) if records not in self._kept]
+        if self._reserved:  # for one set at a time
+            for records in missing:
+                self._keep([records])
+        elif missing:
+            self._keep(missing)
 
     def hidden(self, items: Sequence[Item], shape: Sequence[int]) -> Tensor:
         """The states of the given records, padded with zeros to [rows, tokens]: [rows, tokens, width]."""
@@ -238,24 +241,33 @@ class PrefixCache:
             return own
         return self._computed([(records, index)])[0]
 
-    def _keep(self, records: Records) -> tuple[_Room, list[int]]:
-        """The states of all records that there is room for, and where each begins; the others have no tokens there."""
-        room, lengths = self._room_for(records)
-        starts = [0, *np.cumsum(lengths).tolist()]
-        roomy = [index for index, length in enumerate(lengths) if length]
-        items = records.items(roomy)
+    def _keep(self, sets: Sequence[Records]) -> None:
+        """Keep the states of all records that there is room for, computed in passes that the sets share."""
+        items: list[Item] = []
+        places: list[Tensor] = []
+        for records in sets:
+            room, lengths = self._room_for(records)
+            # Those without room have no tokens there.
+            starts = [0, *np.cumsum(lengths).tolist()]
+            roomy = [index for index, length in enumerate(lengths) if length]
+            items += records.items(roomy)
+            places += [room.states[starts[index] : starts[index + 1]] for index in roomy]
+            self._kept[records] = room, starts  # so that it counts when the next one takes room
         passes = list(self._model.passes(items))
         num_read = list(accumulate(map(len, passes)))
 
         def keep(number: int, _worker: int) -> None:
             together = passes[number]
             for position, states in zip(together, self._computed([items[p] for p in together]), strict=True):
-                begin = starts[roomy[position]]
-                room.states[begin : begin + len(states)] = states
-            self._model.tell(READING, num_read[number], len(roomy))
+                places[position].copy_(states)
+            self._model.tell(READING, num_read[number], len(items))
 
-        side_by_side(keep, len(passes), self._model.num_workers)
-        return room, starts
+        try:
+            side_by_side(keep, len(passes), self._model.num_workers)
+        except BaseException:
+            for records in sets:
+                del self._kept[records]
+            raise
 
     def _room_for(self, records: Records) -> tuple[_Room, list[int]]:
         """Room, and how much of it each record takes, in tokens."""

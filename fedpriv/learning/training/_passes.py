@@ -32,8 +32,9 @@ RECORDS_OF_A_STEP = 64
 
 _FLOAT_BYTES = 4
 
-# A larger activation no longer fits in a CPU's caches.
-_MOST_ACTIVATION_FLOATS = 2**21
+# More of an activation no longer fits in the caches of a thread's core. With fewer than two shares, what a pass costs
+# beside its products shows.
+_FLOATS_OF_A_THREAD = 2**19
 
 _MULTIPLE = 8
 
@@ -135,7 +136,8 @@ class Footprint:
         """The most rows of a pass of records of this length that fit in memory and in a CPU's caches, >= 1."""
         at_most = self.rows_in(memory_limit, tokens, num_values)
         if self.on_cpu:
-            at_most = min(at_most, _MOST_ACTIVATION_FLOATS // self.widest_activation // tokens)
+            most_floats = _FLOATS_OF_A_THREAD * max(2, torch.get_num_threads())
+            at_most = min(at_most, most_floats // self.widest_activation // tokens)
         return max(1, at_most)
 
 

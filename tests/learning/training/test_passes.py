@@ -11,6 +11,7 @@ from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Records, collate
 from fedpriv.learning.training._passes import (
     IGNORED,
+    Footprint,
     next_token_targets,
     places_of,
     predictions,
@@ -146,6 +147,17 @@ def test_causal_loss_is_the_mean_over_each_records_own_targets():
 def test_a_record_without_a_target_has_zero_loss():
     batch = {"input_ids": torch.tensor([[2, 0, 0]]), "attention_mask": torch.tensor([[1, 0, 0]])}
     assert predictions(torch.randn(1, 3, 5), batch).losses.tolist() == [0.0]
+
+
+def test_a_pass_is_as_large_as_the_caches_of_its_threads_and_never_larger_than_memory(monkeypatch):
+    kept = Footprint(num_values=0, per_token=10, per_token_pair=0, widest_activation=1024, on_cpu=True)
+    found = {}
+    for threads in (1, 2, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found[threads] = kept.most_rows(16, 0, 2**30)
+    assert found == {1: 64, 2: 64, 8: 256}
+    assert kept.most_rows(16, 0, 10 * 640) == 10
+    assert replace(kept, on_cpu=False).most_rows(16, 0, 1000 * 640) == 1000
 
 
 def test_classification_loss_does_not_depend_on_the_batch():

@@ -51,6 +51,41 @@ def test_encoder_gradients_are_the_same_with_the_cache(model, make_records):
     assert_same(model, make_records(12))
 
 
+@pytest.mark.parametrize("reserved", [False, True])
+def test_sets_that_are_kept_together_share_passes_and_keep_their_own_states(model, make_records, monkeypatch, reserved):
+    sets, passes, told, real = [make_records(size, seed=size) for size in (7, 1, 5)], [], [], model.passes
+    monkeypatch.setattr(model, "passes", lambda items: passes.append(len(items)) or real(items))
+    monkeypatch.setattr(model, "tell", lambda what, done, total: told.append((what, done, total)))
+    if reserved:  # room for one set at a time
+        assert model.cache.reserve(7, 64)
+    model.cache.fill([records.items([0])[0] for records in sets])
+    assert passes == ([7, 1, 5] if reserved else [13])
+    assert told[-1] == ("reading records", passes[-1], passes[-1])
+    for item in [item for records in sets for item in records.items()]:
+        (own,) = model.cache._computed([item])
+        torch.testing.assert_close(model.cache.hidden([item], (1, len(own)))[0], own, msg=str(len(own)))
+    assert passes == ([7, 1, 5, 7, 1, 5] if reserved else [13]), "others are read again where they had no room"
+
+
+def test_sets_that_are_kept_together_share_the_memory_limit_and_fail_together(encoder, make_records, monkeypatch):
+    sets = [make_records(12, seed=seed) for seed in range(3)]
+    sizes = [4 * 64 * sum(map(len, records.features["input_ids"])) for records in sets]
+    model = TrainingModel(encoder(layers="last-1"), memory_limit=sizes[0] + sizes[1])
+    first = [records.items([0])[0] for records in sets]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.cache.fill(first)
+    assert model.cache.bytes_in_memory == 0, "nothing is kept that was not computed to the end"
+    model.cache.fill(first)
+    assert model.cache.bytes_in_memory == sizes[0] + sizes[1]
+    assert_same(model, sets[2])
+
+
 def test_a_cached_pass_does_not_run_the_prefix(model, make_records):
     records = make_records(12)
     model.logits(records.items([0, 1]), cached=True)
