@@ -30,8 +30,6 @@ _EDITORS = '''\
 Written by `make keys` from the sections of `fedpriv.config`. docs/configuration.md explains the keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
