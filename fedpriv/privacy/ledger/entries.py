@@ -341,6 +341,14 @@ class Queries:
         row = self._execute(f"SELECT data_set FROM entries {_WITH_CONTENT} AND note = ? ORDER BY number DESC", (note,))
         return next((data_set for (data_set,) in row), None)
 
+    def replies_of(self, run: str) -> dict[int, set[str]]:
+        """{round that a run was charged for: SHA-256, in hex, of each reply that was released for it}."""
+        found: dict[int, set[str]] = {}
+        asked = f"SELECT round, reply FROM entries WHERE run = ? AND phase IN ('{CHARGED}', '{RELEASED}')"
+        for round_, reply in self._execute(asked, (run,)):
+            found.setdefault(round_, set()).update({reply} - {None})
+        return found
+
     def recoveries(self) -> list[Entry]:
         """The entries of phase `recovered`, in order."""
         return list(self._entries(f"WHERE phase = '{RECOVERED}'"))
