@@ -22,6 +22,7 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import TRAIN, Response
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger import keys
+from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
 from fedpriv.privacy.ledger.inclusion import Leaf, Proof, Sum, digest_of_sum, kept_in
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
@@ -32,6 +33,7 @@ from server.inclusion import Inclusions
 from server.registration import register_nodes
 from server.strategy import RuleStrategy
 from tests.marks import slow
+from tests.privacy.ledger.test_evidence import failures, verified
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
 
@@ -124,6 +126,20 @@ class Site:
         """The coordinator's records."""
         return [*kept_in(self.folder / "inclusions.jsonl", Sum)]
 
+    def not_confirmed(self, client: int | None = None) -> list[str]:
+        """What the verifier finds wrong in the evidence of the coordinator, or of a node."""
+        node = None if client is None else self.vaults[client]
+        source = Exhibit(
+            ledger=node.ledger if node else self.folder / "ledger.sqlite",
+            receipts=(node.receipts,) if node else (),
+            inclusions=node.inclusions if node else self.folder / "inclusions.jsonl",
+            coordinator=keys.public_line(self.folder / "coordinator.key"),
+            config={} if node else {"client_weights": "records"},
+        )
+        bundle = self.folder / f"{client}-{len(list(self.folder.glob('*.zip')))}.zip"
+        write_evidence(bundle, {"part": source})
+        return failures(verified(bundle)[1])
+
     def charged(self, client: int) -> int:
         with reading(self.vaults[client].ledger) as db:
             return sum(entry.phase == "charged" for entry in db.entries())
@@ -208,6 +224,10 @@ def test_a_lie_about_an_upload_is_named_by_the_node_whose_place_it_takes(site, l
         assert site.charged(client) == (1 if client in victims else 2)
         assert (f"refused: included: round 1: position {client}" in link.reasons[client]) == (client in victims)
         assert (said in link.reasons[client]) == (client in victims)
+    named = site.not_confirmed()
+    at = [len(ALL)] if name == "at a further position" else victims
+    assert [int(line.split("position ")[1].split()[0]) for line in named if "position" in line] == at
+    assert len(named) == len(at), "and the auditor names nobody else"
 
 
 def test_an_inflated_total_is_named_by_every_node(site, lying):
@@ -216,6 +236,8 @@ def test_an_inflated_total_is_named_by_every_node(site, lying):
     link, _ = site.run()
     assert {site.charged(client) for client in ALL} == {1}
     assert all("is of other uploads, or of another total" in link.reasons[client] for client in ALL)
+    (named,) = site.not_confirmed()
+    assert "round 1 of run run: its sum of 4 is signed by ssh-ed25519" in named
 
 
 @pytest.mark.parametrize("lie", ["another key", "nothing shown", "an older run's"])
@@ -247,6 +269,16 @@ def test_an_honest_run_goes_on_and_each_node_keeps_what_it_was_shown(site):
             assert proof == made.proof(client)
             assert proof.leaf.weight / proof.record.weight == SIZES[client] / sum(SIZES.values())
         assert len(link.shown[client, "3"]) < 1000, "a round's proof alone"
+    assert site.not_confirmed() == site.not_confirmed(VICTIM) == []
+    lines = site.vaults[VICTIM].inclusions.read_text()
+    for old, new in (
+        ('"weight": 42.0', '"weight": 84.0'),
+        ('"round": 1', '"round": 9'),
+        ('"included": 4', '"included": 5'),
+    ):
+        assert old in lines.replace(":", ": "), old
+        site.vaults[VICTIM].inclusions.write_text(lines.replace(old.replace(" ", ""), new))
+        assert site.not_confirmed(VICTIM), old
 
 
 def test_the_sum_can_be_computed_again_from_the_uploads_and_from_no_others(site):
@@ -292,3 +324,5 @@ def test_a_false_reason_stops_nothing_and_stands_signed_beside_what_the_node_kno
         ends = {(e.client, e.round): e.reply for e in db.entries() if e.phase == "released"}
     assert ends[str(VICTIM), 1] == released[0].reply, "the coordinator's own ledger contradicts its record"
     assert kept.leaf.reason == "no reply within 600 s"
+    assert ["position 1 has its reply in the sum" in line for line in site.not_confirmed()] == [True]
+    assert site.not_confirmed(VICTIM) == []

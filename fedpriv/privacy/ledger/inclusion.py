@@ -18,12 +18,12 @@ import base64
 import hashlib
 import json
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -40,18 +40,19 @@ _Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Node(NamedTuple):
-    """A node of the tree: its hash, and the number of replies and the weight below it."""
+    """A node of the tree: its hash in hex, and the number of replies and the weight below it."""
 
-    digest: bytes
+    digest: str
     included: int
     weight: float
 
 
+# As a path has it: 44 bytes.
 _PACKED = struct.Struct(">32sId")
 
 
 def _above(left: _Node, right: _Node) -> _Node:
-    digest = hashlib.sha256(b"\1" + _PACKED.pack(*left) + _PACKED.pack(*right)).digest()
+    digest = hashlib.sha256(b"\1" + json.dumps([left, right]).encode()).hexdigest()
     return _Node(digest, left.included + right.included, left.weight + right.weight)
 
 
@@ -75,7 +76,7 @@ class Leaf:
     def node(self) -> _Node:
         """The leaf in the tree."""
         content = json.dumps(asdict(self), sort_keys=True).encode()
-        return _Node(hashlib.sha256(b"\0" + content).digest(), int(self.reply != ""), self.weight)
+        return _Node(hashlib.sha256(b"\0" + content).hexdigest(), int(self.reply != ""), self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -126,6 +127,28 @@ class Proof:
         """The proof as JSON, in one line."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
+    @property
+    def tree(self) -> Any:
+        """The tree as far as it is shown: the leaf, with its siblings on the way up, in pairs."""
+        return self._climbed(asdict(self.leaf), lambda left, right: [left, right])
+
+    def _climbed(self, top: Any, above: Callable[[Any, Any], Any]) -> Any:
+        """The root over a leaf; ValueError if the path is not as long as the position's is."""
+        place, width = self.leaf.position, self.record.positions
+        try:
+            others = [_Node(each[0].hex(), *each[1:]) for each in _PACKED.iter_unpack(base64.b64decode(self.path))]
+            if place >= width or not all(0 <= each.weight < np.inf for each in others):
+                raise ValueError
+            while width > 1:
+                if place ^ 1 < width:
+                    top = above(others.pop(0), top) if place % 2 else above(top, others.pop(0))
+                place, width = place // 2, (width + 1) // 2
+            if others:
+                raise ValueError
+        except (ValueError, IndexError, struct.error):
+            raise ValueError(f"round {self.record.round}: its path is none of position {self.leaf.position}") from None
+        return top
+
     def check(self, signer: str) -> None:
         """Refuse a proof that the coordinator has not signed, or that its root does not bear out.
 
@@ -135,23 +158,11 @@ class Proof:
         Raises:
             ValueError: one line that says what is wrong.
         """
-        record, place, width = self.record, self.leaf.position, self.record.positions
+        record = self.record
         if not keys.verify(signer, record.statement, record.signature):
             raise ValueError(f"round {record.round}: its record is not signed with the coordinator's key")
-        top = self.leaf.node
-        try:
-            others = [_Node(*each) for each in _PACKED.iter_unpack(base64.b64decode(self.path, validate=True))][::-1]
-            if place >= width or not all(0 <= each.weight < np.inf for each in others):
-                raise ValueError
-            while width > 1:
-                if place ^ 1 < width:
-                    other = others.pop()
-                    top = _above(other, top) if place % 2 else _above(top, other)
-                place, width = place // 2, (width + 1) // 2
-            if others or (top.digest.hex(), *top[1:]) != (record.root, record.included, record.weight):
-                raise ValueError
-        except (ValueError, IndexError, struct.error):
-            raise ValueError(f"round {record.round}: its record is of other uploads, or of another total") from None
+        if self._climbed(self.leaf.node, _above) != (record.root, record.included, record.weight):
+            raise ValueError(f"round {record.round}: its record is of other uploads, or of another total")
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -182,7 +193,7 @@ class Sum:
             positions=len(leaves),
             included=top.included,
             weight=top.weight,
-            root=top.digest.hex(),
+            root=top.digest,
             sum=sum,
         )
         return Sum(record=replace(record, signature=keys.sign(key, record.statement)), leaves=tuple(leaves))
@@ -191,13 +202,23 @@ class Sum:
         """The proof of one position."""
         place, path = position, b""
         for row in self._rows[:-1]:
-            path += _PACKED.pack(*row[place ^ 1]) if place ^ 1 < len(row) else b""
+            if place ^ 1 < len(row):
+                digest, *totals = row[place ^ 1]
+                path += _PACKED.pack(bytes.fromhex(digest), *totals)
             place //= 2
         return Proof(record=self.record, leaf=self.leaves[position], path=base64.b64encode(path).decode())
 
     @cached_property
     def _rows(self) -> list[list[_Node]]:
         return _rows(self.leaves)
+
+    @property
+    def tree(self) -> Any:
+        """The whole tree: a leaf, or a pair of trees."""
+        row: list[Any] = [asdict(leaf) for leaf in self.leaves]
+        while len(row) > 1:
+            row = [row[i : i + 2] if i + 1 < len(row) else row[i] for i in range(0, len(row), 2)]
+        return row[0]
 
     def text(self) -> str:
         """The sum as JSON, in one line."""

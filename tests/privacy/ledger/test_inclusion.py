@@ -44,25 +44,25 @@ def signed(leaves: list[Leaf], key: Path, **changes: object) -> Sum:
     return replace(made, record=replace(record, signature=keys.sign(key, record.statement)))
 
 
-def split_root(leaves: list[Leaf]) -> tuple[bytes, int, float]:
+def split_root(leaves: list[Leaf]) -> tuple[str, int, float]:
     """The root by RFC 6962's own recursion: a left subtree of the largest power of two that leaves a right one."""
     if len(leaves) == 1:
         (leaf,) = leaves
         content = json.dumps(asdict(leaf), sort_keys=True).encode()
-        return hashlib.sha256(b"\0" + content).digest(), int(bool(leaf.reply)), leaf.weight
+        return hashlib.sha256(b"\0" + content).hexdigest(), int(bool(leaf.reply)), leaf.weight
     size = 1
     while 2 * size < len(leaves):
         size *= 2
     left, right = split_root(leaves[:size]), split_root(leaves[size:])
-    packed = b"".join(node[0] + struct.pack(">I", node[1]) + struct.pack(">d", node[2]) for node in (left, right))
-    return hashlib.sha256(b"\1" + packed).digest(), left[1] + right[1], left[2] + right[2]
+    text = ", ".join(f'["{digest}", {included}, {weight}]' for digest, included, weight in (left, right))
+    return hashlib.sha256(f"\1[{text}]".encode()).hexdigest(), left[1] + right[1], left[2] + right[2]
 
 
 @pytest.mark.parametrize("number", range(1, 18))
 def test_the_root_is_that_of_the_recursion_and_every_position_has_a_path_to_it(make, key, number):
     made = make(leaves_of(number))
     digest, included, weight = split_root(leaves_of(number))
-    assert (made.record.root, made.record.included, made.record.weight) == (digest.hex(), included, weight)
+    assert (made.record.root, made.record.included, made.record.weight) == (digest, included, weight)
     for position in range(number):
         (proof,) = proofs_in(made.proof(position).text())
         proof.check(keys.public_line(key))
@@ -72,6 +72,11 @@ def test_the_root_is_that_of_the_recursion_and_every_position_has_a_path_to_it(m
 def test_a_proof_has_less_than_a_kilobyte_for_a_hundred_holders(make):
     made = make(leaves_of(100), run="f" * 32, sum=REPLY(7))
     assert max(len(made.proof(position).text()) for position in range(100)) < 1000
+
+
+def packed(node: tuple[str, int, float]) -> bytes:
+    """A sibling as a path has it."""
+    return struct.pack(">32sId", bytes.fromhex(node[0]), *node[1:])
 
 
 def refused(proof: Proof, key: Path) -> bool:
@@ -126,11 +131,11 @@ def test_an_inner_node_passes_for_no_leaf_and_no_level_repeats_its_last_node(mak
     leaves = leaves_of(3)
     assert make(leaves).record.root != make([*leaves, leaves[-1]]).record.root
     two = inclusion._above(leaves[0].node, leaves[1].node)
-    packed = b"".join(inclusion._PACKED.pack(*leaf.node) for leaf in leaves[:2])
-    assert two.digest not in (hashlib.sha256(packed).digest(), hashlib.sha256(b"\0" + packed).digest())
+    content = json.dumps([leaf.node for leaf in leaves[:2]]).encode()
+    assert two.digest not in (hashlib.sha256(start + content).hexdigest() for start in (b"", b"\0"))
     # A coordinator states a tree of two, over an inner node and the third leaf: the root is that of all three.
     short = make(leaves, positions=2).proof(0)
-    above = base64.b64encode(inclusion._PACKED.pack(*leaves[2].node)).decode()
+    above = base64.b64encode(packed(leaves[2].node)).decode()
     assert refused(short, key)
     assert refused(replace(short, path=above), key)
 
@@ -139,11 +144,11 @@ def test_an_inner_node_passes_for_no_leaf_and_no_level_repeats_its_last_node(mak
 def test_no_sibling_of_a_negative_or_no_weight_makes_room_for_a_double(make, key, weight):
     """The coordinator doubles position 0, and takes the rest out of the total beside it."""
     own = Leaf(position=0, reply=REPLY(1), weight=20.0)
-    other = inclusion._Node(bytes(32), 1, weight)
+    other = inclusion._Node(REPLY(0), 1, weight)
     top = inclusion._above(own.node, other)
-    path = base64.b64encode(inclusion._PACKED.pack(*other)).decode()
+    path = base64.b64encode(packed(other)).decode()
     total = top.weight if 0 <= top.weight < float("inf") else 0.0
-    record = make(leaves_of(2), root=top.digest.hex(), weight=total, included=top.included).record
+    record = make(leaves_of(2), root=top.digest, weight=total, included=top.included).record
     assert refused(Proof(record=record, leaf=own, path=path), key)
 
 
