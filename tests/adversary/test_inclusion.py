@@ -226,8 +226,7 @@ def test_a_lie_about_an_upload_is_named_by_the_node_whose_place_it_takes(site, l
         assert (said in link.reasons[client]) == (client in victims)
     named = site.not_confirmed()
     at = [len(ALL)] if name == "at a further position" else victims
-    assert [int(line.split("position ")[1].split()[0]) for line in named if "position" in line] == at
-    assert len(named) == len(at), "and the auditor names nobody else"
+    assert {line.partition(" position ")[2].split()[0] for line in named} == {*map(str, at)}, "by the auditor as well"
 
 
 def test_an_inflated_total_is_named_by_every_node(site, lying):
@@ -236,8 +235,7 @@ def test_an_inflated_total_is_named_by_every_node(site, lying):
     link, _ = site.run()
     assert {site.charged(client) for client in ALL} == {1}
     assert all("is of other uploads, or of another total" in link.reasons[client] for client in ALL)
-    (named,) = site.not_confirmed()
-    assert "round 1 of run run: its sum of 4 is signed by ssh-ed25519" in named
+    assert "round 1 of run run: its sum of 4 is signed by ssh-ed25519" in site.not_confirmed()[0]
 
 
 @pytest.mark.parametrize("lie", ["another key", "nothing shown", "an older run's"])
@@ -271,13 +269,9 @@ def test_an_honest_run_goes_on_and_each_node_keeps_what_it_was_shown(site):
         assert len(link.shown[client, "3"]) < 1000, "a round's proof alone"
     assert site.not_confirmed() == site.not_confirmed(VICTIM) == []
     lines = site.vaults[VICTIM].inclusions.read_text()
-    for old, new in (
-        ('"weight": 42.0', '"weight": 84.0'),
-        ('"round": 1', '"round": 9'),
-        ('"included": 4', '"included": 5'),
-    ):
-        assert old in lines.replace(":", ": "), old
-        site.vaults[VICTIM].inclusions.write_text(lines.replace(old.replace(" ", ""), new))
+    for old, new in (('"weight":42.0', '"weight":84.0'), ('"round":1', '"round":9'), ('"included":4', '"included":5')):
+        assert old in lines
+        site.vaults[VICTIM].inclusions.write_text(lines.replace(old, new))
         assert site.not_confirmed(VICTIM), old
 
 
@@ -324,5 +318,6 @@ def test_a_false_reason_stops_nothing_and_stands_signed_beside_what_the_node_kno
         ends = {(e.client, e.round): e.reply for e in db.entries() if e.phase == "released"}
     assert ends[str(VICTIM), 1] == released[0].reply, "the coordinator's own ledger contradicts its record"
     assert kept.leaf.reason == "no reply within 600 s"
-    assert ["position 1 has its reply in the sum" in line for line in site.not_confirmed()] == [True]
+    named = site.not_confirmed()
+    assert {line.partition(" position ")[2].split()[0] for line in named} == {str(VICTIM)}
     assert site.not_confirmed(VICTIM) == []
