@@ -1,4 +1,4 @@
-"""What became of a node's uploads, by the coordinator's signed records and by the node's own ledger."""
+"""The end of each round for a node's upload: by the coordinator's signed records, and by the node's own ledger."""
 
 from __future__ import annotations
 

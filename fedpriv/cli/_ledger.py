@@ -296,11 +296,11 @@ def recover(
 def statement(
     path: LedgerPath,
     client: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Number or name of the client, as `ledger show` lists them; the number goes first. By default all."
         ),
-    ] = "",
+    ] = None,
     view: ViewName = None,
     run: RunFolder = None,
     since: Annotated[

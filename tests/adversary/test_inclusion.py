@@ -13,6 +13,7 @@ import pytest
 from flwr.app import ArrayRecord, Message
 
 from clients.app import message_of, request_of
+from clients.deploy.__main__ import app
 from fedpriv.config import ON_NODES, RunConfig, parse, to_flower
 from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.vault.answer import answer
@@ -32,6 +33,7 @@ from server.bookkeeping import Books
 from server.inclusion import Inclusions
 from server.registration import register_nodes
 from server.strategy import RuleStrategy
+from simulations.sites import run_in_process
 from tests.marks import slow
 from tests.privacy.ledger.test_evidence import failures, verified
 from tests.tiny import LABELS, WORDS
@@ -127,7 +129,7 @@ class Site:
         return [*kept_in(self.folder / "inclusions.jsonl", Sum)]
 
     def not_confirmed(self, client: int | None = None) -> list[str]:
-        """What the verifier finds wrong in the evidence of the coordinator, or of a node."""
+        """The lines on what the verifier finds wrong in the evidence of the coordinator, or of a node."""
         node = None if client is None else self.vaults[client]
         source = Exhibit(
             ledger=node.ledger if node else self.folder / "ledger.sqlite",
@@ -321,3 +323,31 @@ def test_a_false_reason_stops_nothing_and_stands_signed_beside_what_the_node_kno
     named = site.not_confirmed()
     assert {line.partition(" position ")[2].split()[0] for line in named} == {str(VICTIM)}
     assert site.not_confirmed(VICTIM) == []
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_nodes_operator_sees_each_round_and_takes_the_last_ones_record_from_the_coordinators_file(site, tmp_path):
+    site.run(rounds=3, lost=[(VICTIM, 2)])
+    vault = site.vaults[VICTIM]
+    (vault.folder / "node.toml").write_text('version = 1\nsuperlink = "127.0.0.1:9093"\n')
+
+    def included(*more: object, code: int = 0) -> list[str]:
+        done = run_in_process(app, "fedpriv node", "included", vault.folder, *more)
+        assert done.returncode == code, done.stderr
+        return (done.stdout if code == 0 else done.stderr).splitlines()
+
+    first, second, third = included()
+    assert (
+        f"run run, round 1: in the sum of 4 replies, weight 42 of 192, 21.9%, root {site.sums[0].record.root}" in first
+    )
+    assert "round 2: NOT in the sum of 3 replies: no reply within 600 s; this node stored its reply " in second
+    assert second.endswith(" s after its charge")
+    assert "round 3: no record yet, it comes beside the next request or with --from; this node stored its" in third
+    lines = (site.folder / "inclusions.jsonl").read_text().splitlines()
+    forged = tmp_path / "forged.jsonl"
+    forged.write_text(lines[2].replace('"weight": 42.0', '"weight": 84.0'))
+    (refused,) = included("--from", forged, code=2)
+    assert "run run, round 3: its record is of other uploads, or of another total" in refused
+    assert included("--from", site.folder / "inclusions.jsonl")[0].startswith("1 records of ")
+    assert "round 3: in the sum of 4 replies, weight 42 of 192" in included("run")[2]
+    assert "has paid for nothing in it" in included("another", code=2)[0]

@@ -9,7 +9,7 @@ Beside the next request each data holder's node is shown its leaf and the path t
 the run unless both fit what its own ledger says. That the model was made of this sum, only whoever has the uploads can
 tell.
 
-Source: Laurie et al. 2013 (RFC 6962), section 2.1, for the tree; the sums in its nodes are added here.
+Source: Laurie, Langley and Kasper 2013, section 2.1, for the tree; the sums in its nodes are added here.
 """
 
 from __future__ import annotations

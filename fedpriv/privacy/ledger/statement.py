@@ -204,7 +204,7 @@ def remaining_rounds(db: LedgerConnection, data_set: DataSet, epsilon: float, vi
 def statement(
     db: LedgerConnection,
     path: Path,
-    client: str,
+    client: str | None,
     *,
     names: Mapping[str, str] | None = None,
     view: PlannedView | None = None,
@@ -215,7 +215,7 @@ def statement(
     """A privacy statement for each data set of a client: what `render` formats and `--json` prints.
 
     Args:
-        client, names: as for `of_client`; an empty client stands for all.
+        client, names: as for `of_client`; None stands for all clients.
         view: `aggregate` also states what that view costs, and what it rests on; None is that of `reader.limit_of`.
         since: a date; the runs and requests from then on are listed, and what they cost alone. All else is of the whole
             history.
@@ -228,10 +228,10 @@ def statement(
     """
     last = reader.verify_with_head(db, path)
     names = names or {}
-    data_sets = of_client(db, path, client, names) if client else db.data_sets()
+    data_sets = db.data_sets() if client is None else of_client(db, path, client, names)
     since, until = (f"{year}-01-01", f"{year}-12-31~") if year else (since, LATER)
     if last is None:
-        raise InputError(f"--client {printable(client)}: {path} has no entry")
+        raise InputError(f"{path}: has no entry of which anything could be stated")
     its_view, budget = reader.limit_of(db, path)
     view = view or its_view
     studies, pages = reader.studies_in(path.parent), []
