@@ -24,7 +24,7 @@ from fedpriv.holder.wire.frame import TRAIN, Response
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
-from fedpriv.privacy.ledger.inclusion import Leaf, Proof, Sum, digest_of_sum, kept_in
+from fedpriv.privacy.ledger.inclusion import Leaf, Proof, Sum, digest_of_sum, kept_in, proofs_in
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs import ClientRow
@@ -323,6 +323,18 @@ def test_a_false_reason_stops_nothing_and_stands_signed_beside_what_the_node_kno
     named = site.not_confirmed()
     assert {line.partition(" position ")[2].split()[0] for line in named} == {str(VICTIM)}
     assert site.not_confirmed(VICTIM) == []
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_coordinator_that_was_restarted_shows_what_a_node_may_not_have_seen(site):
+    site.run(rounds=2, lost=[(VICTIM, 2)])
+    with Ledger(site.folder / "ledger.sqlite") as ledger:
+        again = Inclusions.of(site.config, "run", site.folder, ledger)
+        assert Inclusions.of(site.config, "another run", site.folder, ledger).shown_to(VICTIM) == {}
+    shown = {client: proofs_in(again.shown_to(client)[kinds.INCLUDED]) for client in ALL}
+    assert {client: [proof.record.round for proof in proofs] for client, proofs in shown.items()} == {
+        client: [1, 2] if client == VICTIM else [2] for client in ALL
+    }
 
 
 @pytest.mark.parametrize("site", [False], indirect=True)
