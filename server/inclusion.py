@@ -21,7 +21,7 @@ from fedpriv.texts import printable
 from server.exchange import Vector
 from server.round import Round
 
-# After these a node may not have seen what it was shown beside the request.
+# After these a node may not have seen what it was shown with the request.
 _MAY_BE_UNSEEN = ("no reply", "failed", "left out", "not asked")
 _LONGEST_REASON = 120
 

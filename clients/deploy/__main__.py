@@ -563,7 +563,7 @@ def included(
 ) -> None:
     """Show round by round whether this node's upload is in the sum, with which share, or why the coordinator says not.
 
-    The coordinator signs what each sum was made of, and shows this node its part beside the next request; the vault
+    The coordinator signs what each sum was made of, and shows this node its part with the next request; the vault
     goes on only if that is its own upload at the agreed weight. A reason is the coordinator's word: compare it with
     when this node stored its reply.
 

@@ -81,7 +81,7 @@ def _end(proof: Proof | None, paid: Paid) -> str:
     ]
     known = f"this node stored its reply {', '.join(stored)}" if stored else "this node stored no reply"
     if proof is None:
-        return f"no record yet, it comes beside the next request or with --from; {known}"
+        return f"no record yet, it comes with the next request, or by --from; {known}"
     leaf, record = proof.leaf, proof.record
     if not leaf.reply:
         return f"NOT in the sum of {record.included} replies: {printable(leaf.reason)}; {known}"

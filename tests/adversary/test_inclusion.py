@@ -263,7 +263,7 @@ def test_an_honest_run_goes_on_and_each_node_keeps_what_it_was_shown(site):
     assert [made.record.included for made in site.sums] == [4, 4, 4]
     for client, vault in site.vaults.items():
         kept = [*kept_in(vault.inclusions, Proof)]
-        assert [each.record.round for each in kept] == [1, 2], "the last one's comes beside no request"
+        assert [each.record.round for each in kept] == [1, 2], "the last one's comes with no request"
         for proof, made in zip(kept, site.sums, strict=False):
             proof.check(keys.public_line(site.folder / "coordinator.key"))
             assert proof == made.proof(client)
@@ -354,7 +354,7 @@ def test_a_nodes_operator_sees_each_round_and_takes_the_last_ones_record_from_th
     )
     assert "round 2: NOT in the sum of 3 replies: no reply within 600 s; this node stored its reply " in second
     assert second.endswith(" s after its charge")
-    assert "round 3: no record yet, it comes beside the next request or with --from; this node stored its" in third
+    assert "round 3: no record yet, it comes with the next request, or by --from; this node stored its" in third
     lines = (site.folder / "inclusions.jsonl").read_text().splitlines()
     forged = tmp_path / "forged.jsonl"
     forged.write_text(lines[2].replace('"weight": 42.0', '"weight": 84.0'))

@@ -5,9 +5,9 @@ that is in the sum with its weight, or the reason why none is. Every node of the
 the weight below it. So a second copy of an upload has no place: it would stand at another holder's position, or change
 the weight that its own holder finds there. Leaves and inner nodes are hashed apart, and an odd node moves up as it is.
 
-Beside the next request each data holder's node is shown its leaf and the path to the root. It releases nothing more in
-the run unless both fit what its own ledger says. That the model was made of this sum, only whoever has the uploads can
-tell.
+With the next request each data holder's node is shown its leaf and the path to the root. It releases nothing more in
+the run unless both fit what its own ledger says. Whether the model was made of this sum, an auditor with the uploads
+can tell.
 
 Source: Laurie, Langley and Kasper 2013, section 2.1, for the tree; the sums in its nodes are added here.
 """
