@@ -12,7 +12,7 @@ from fedpriv.errors import InputError
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.entries import CHARGED, RELEASED
-from fedpriv.privacy.ledger.inclusion import Proof, Sum, check_owed, kept_in
+from fedpriv.privacy.ledger.inclusion import InclusionProof, Sum, check_owed, kept_in
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.ledger.receipts import append_line
 from fedpriv.texts import printable
@@ -35,7 +35,7 @@ def take(vault: VaultSettings, path: Path) -> int:
     if not path.is_file():
         raise InputError(f"--from {path}: no such file; the coordinator has it in the run's folder")
     signer, paid = keys.read_public_line(vault.coordinator), _paid(vault)
-    kept = {(each.record.run, each.record.round): each for each in kept_in(vault.inclusions, Proof)}
+    kept = {(each.record.run, each.record.round): each for each in kept_in(vault.inclusions, InclusionProof)}
     agreed = {run: proof.leaf.weight for (run, _), proof in kept.items() if proof.leaf.reply}
     new = []
     for made in kept_in(path, Sum):
@@ -69,12 +69,12 @@ def told(vault: VaultSettings, run: str = "") -> Iterator[str]:
     paid = {place: each for place, each in _paid(vault).items() if run in ("", place[0])}
     if run and not paid:
         raise InputError(f"RUN = {printable(run)}: this node has paid for nothing in it; `ledger statement` lists runs")
-    kept = {(each.record.run, each.record.round): each for each in kept_in(vault.inclusions, Proof)}
+    kept = {(each.record.run, each.record.round): each for each in kept_in(vault.inclusions, InclusionProof)}
     for place, each in paid.items():
         yield f"run {printable(place[0])}, round {place[1]}: {_end(kept.get(place), each)}"
 
 
-def _end(proof: Proof | None, paid: Paid) -> str:
+def _end(proof: InclusionProof | None, paid: Paid) -> str:
     stored = [
         f"{(datetime.fromisoformat(time) - datetime.fromisoformat(charged)).total_seconds():.1f} s after its charge"
         for charged, time in zip(paid.charged, paid.replies.values(), strict=False)

@@ -24,7 +24,7 @@ from fedpriv.holder.wire.frame import TRAIN, Response
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
-from fedpriv.privacy.ledger.inclusion import Leaf, Proof, Sum, digest_of_sum, kept_in, proofs_in
+from fedpriv.privacy.ledger.inclusion import InclusionProof, Leaf, Sum, digest_of_sum, kept_in, proofs_in
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs import ClientRow
@@ -262,7 +262,7 @@ def test_an_honest_run_goes_on_and_each_node_keeps_what_it_was_shown(site):
     assert {status for each in ended.values() for status in each.values()} == {"ok"}
     assert [made.record.included for made in site.sums] == [4, 4, 4]
     for client, vault in site.vaults.items():
-        kept = [*kept_in(vault.inclusions, Proof)]
+        kept = [*kept_in(vault.inclusions, InclusionProof)]
         assert [each.record.round for each in kept] == [1, 2], "the last one's comes with no request"
         for proof, made in zip(kept, site.sums, strict=False):
             proof.check(keys.public_line(site.folder / "coordinator.key"))
@@ -299,7 +299,7 @@ def test_a_node_whose_reply_came_late_is_told_so_and_goes_on(site, lost):
     late = [round_ for _, round_ in lost]
     assert [made.leaves[VICTIM].reason for made in site.sums][: len(late)] == ["no reply within 600 s"] * len(late)
     assert ended[3][VICTIM] == "ok", "after two rounds in silence it has registered again"
-    kept = {each.record.round: each.leaf.reason for each in kept_in(site.vaults[VICTIM].inclusions, Proof)}
+    kept = {each.record.round: each.leaf.reason for each in kept_in(site.vaults[VICTIM].inclusions, InclusionProof)}
     assert [kept[round_] for round_ in late] == ["no reply within 600 s"] * len(late)
     assert kept.keys() == {1, 2}, "it was shown again what it may not have got"
     noted = [json.loads(line) for line in site.vaults[VICTIM].events.read_text().splitlines()]
@@ -312,7 +312,7 @@ def test_a_false_reason_stops_nothing_and_stands_signed_beside_what_the_node_kno
     lying(at_victim(reply="", weight=0.0, reason="no reply within 600 s"))
     _, ended = site.run()
     assert set(ended[2].values()) == {"ok"}
-    (kept,) = kept_in(site.vaults[VICTIM].inclusions, Proof)
+    (kept,) = kept_in(site.vaults[VICTIM].inclusions, InclusionProof)
     kept.check(keys.public_line(site.folder / "coordinator.key"))
     with reading(site.vaults[VICTIM].ledger) as db:
         released = [entry for entry in db.entries() if entry.phase == "released"]

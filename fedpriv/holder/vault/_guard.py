@@ -294,7 +294,7 @@ def check_included(shown: str, key: Key, num_registered: int, config: RunConfig,
         return
     with reading(settings.ledger) as db:
         paid = db.replies_of(key.run)
-    client, kept = int(key.client), inclusion.kept_in(settings.inclusions, inclusion.Proof)
+    client, kept = int(key.client), inclusion.kept_in(settings.inclusions, inclusion.InclusionProof)
     known = {proof.record.round for proof in kept if proof.record.run == key.run}
     owed = {round_ for round_ in paid if round_ < key.round or key.round not in paid} - known - {key.round}
     try:

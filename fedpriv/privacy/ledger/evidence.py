@@ -26,7 +26,7 @@ from fedpriv.privacy.accounting.views import VIEWS, PlannedView
 from fedpriv.privacy.ledger import reader
 from fedpriv.privacy.ledger.entries import DataSet, LedgerConnection
 from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN
-from fedpriv.privacy.ledger.inclusion import Proof, Sum, kept_in
+from fedpriv.privacy.ledger.inclusion import InclusionProof, Sum, kept_in
 from fedpriv.privacy.ledger.receipts import ReceiptLog
 from fedpriv.privacy.ledger.statement import spending
 from fedpriv.texts import VERSION, strict_json
@@ -153,7 +153,7 @@ def _part(source: Exhibit) -> dict[str, bytes]:
 def _inclusions(source: Exhibit) -> Iterator[dict[str, Any]]:
     """The records of sums, of each round the last, with the tree as far as it is known."""
     file = source.inclusions
-    kept: list[Sum | Proof] = [*kept_in(file, Sum), *kept_in(file, Proof)] if file else []
+    kept: list[Sum | InclusionProof] = [*kept_in(file, Sum), *kept_in(file, InclusionProof)] if file else []
     for made in {(each.record.run, each.record.round): each for each in kept}.values():
         yield {"record": asdict(made.record), "tree": made.tree}
 

@@ -112,7 +112,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Proof:
+class InclusionProof:
     """One leaf of a round's record, with the path from it to the root.
 
     Attributes:
@@ -198,7 +198,7 @@ class Sum:
         )
         return Sum(record=replace(record, signature=keys.sign(key, record.statement)), leaves=tuple(leaves))
 
-    def proof(self, position: int) -> Proof:
+    def proof(self, position: int) -> InclusionProof:
         """The proof of one position."""
         place, path = position, b""
         for row in self._rows[:-1]:
@@ -206,7 +206,7 @@ class Sum:
                 digest, *totals = row[place ^ 1]
                 path += _PACKED.pack(bytes.fromhex(digest), *totals)
             place //= 2
-        return Proof(record=self.record, leaf=self.leaves[position], path=base64.b64encode(path).decode())
+        return InclusionProof(record=self.record, leaf=self.leaves[position], path=base64.b64encode(path).decode())
 
     @cached_property
     def _rows(self) -> list[list[_Node]]:
@@ -225,7 +225,7 @@ class Sum:
         return json.dumps(asdict(self))
 
 
-Kept = TypeVar("Kept", Proof, Sum)
+Kept = TypeVar("Kept", InclusionProof, Sum)
 
 
 def _rows(leaves: Sequence[Leaf]) -> list[list[_Node]]:
@@ -259,13 +259,13 @@ def digest_of_sum(uploads: Sequence[tuple[Mapping[str, np.ndarray], float]]) -> 
     return digest.hexdigest()
 
 
-def proofs_in(text: str) -> list[Proof]:
-    """The proofs that `Proof.text` wrote, one a line; ValueError, which says so, if one is malformed."""
+def proofs_in(text: str) -> list[InclusionProof]:
+    """The proofs that `InclusionProof.text` wrote, one a line; ValueError, which says so, if one is malformed."""
     lines = text.splitlines()
     if any(len(line) > _MAX_CHARACTERS for line in lines):
         raise ValueError(f"a line has more than {_MAX_CHARACTERS} characters")
     try:
-        return [TypeAdapter(Proof).validate_json(line) for line in lines]
+        return [TypeAdapter(InclusionProof).validate_json(line) for line in lines]
     except ValidationError:
         raise ValueError("a line is no record of a round with a leaf and its path") from None
 
@@ -278,7 +278,12 @@ def kept_in(path: Path, form: type[Kept]) -> Iterator[Kept]:
 
 
 def check_owed(
-    proofs: Sequence[Proof], owed: Mapping[int, Collection[str]], *, position: int, positions: int, weight: float
+    proofs: Sequence[InclusionProof],
+    owed: Mapping[int, Collection[str]],
+    *,
+    position: int,
+    positions: int,
+    weight: float,
 ) -> None:
     """Refuse proofs by which a node's uploads are not in the sums as was agreed.
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedpriv.privacy.ledger import inclusion, keys
-from fedpriv.privacy.ledger.inclusion import Leaf, Proof, Sum, check_owed, digest_of_sum, proofs_in
+from fedpriv.privacy.ledger.inclusion import InclusionProof, Leaf, Sum, check_owed, digest_of_sum, proofs_in
 
 REPLY = "{:064x}".format
 
@@ -79,7 +79,7 @@ def packed(node: tuple[str, int, float]) -> bytes:
     return struct.pack(">32sId", bytes.fromhex(node[0]), *node[1:])
 
 
-def refused(proof: Proof, key: Path) -> bool:
+def refused(proof: InclusionProof, key: Path) -> bool:
     """Whether the check names it, also after it has travelled as text."""
     try:
         for each in proofs_in(proof.text()):
@@ -149,7 +149,7 @@ def test_no_sibling_of_a_negative_or_no_weight_makes_room_for_a_double(make, key
     path = base64.b64encode(packed(other)).decode()
     total = top.weight if 0 <= top.weight < float("inf") else 0.0
     record = make(leaves_of(2), root=top.digest, weight=total, included=top.included).record
-    assert refused(Proof(record=record, leaf=own, path=path), key)
+    assert refused(InclusionProof(record=record, leaf=own, path=path), key)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_malformed_texts_are_named_in_one_line(text):
     assert "\n" not in str(raised.value)
 
 
-def owed(proof: Proof, **changes: object) -> str:
+def owed(proof: InclusionProof, **changes: object) -> str:
     """The objection of a node at position 1 of 3 whose upload of round 3 has weight 11.5; empty if there is none."""
     own = {"position": 1, "positions": 3, "weight": 11.5} | changes
     try:
@@ -172,7 +172,7 @@ def owed(proof: Proof, **changes: object) -> str:
 
 
 def test_a_node_names_each_way_in_which_its_upload_is_not_in_the_sum(make):
-    def leaf(**changes: object) -> Proof:
+    def leaf(**changes: object) -> InclusionProof:
         return make([leaves_of(3)[0], Leaf(**{"position": 1, **changes}), leaves_of(3)[2]]).proof(1)
 
     assert owed(leaf(reply=REPLY(1), weight=11.5)) == ""
