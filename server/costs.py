@@ -32,13 +32,16 @@ class RoundCosts:
         config: of the run.
         sizes: {client: registered N_k}.
         initial: the adapter; what noise costs depends on its tensors.
+
+    Attributes:
+        masses: {client: to which rho_k is in proportion}.
     """
 
     def __init__(self, config: RunConfig, sizes: Mapping[int, int], initial: Mapping[str, Tensor]) -> None:
         self._config = config
         self._sizes = sizes
         self._schedule = RunSchedule.of(config)
-        self._masses = client_masses(config, sizes)
+        self.masses = client_masses(config, sizes)
         self._grids = grids = {spec: grid_of(config, spec, sizes) for spec in self._schedule.totals}
 
         @cache  # one for all clients of a size and grid, of which there may be many
@@ -105,7 +108,7 @@ class RoundCosts:
 
     def weights(self, clients: Iterable[int]) -> dict[int, float]:
         """{client: rho_k} of uploads of these clients in a round's sum."""
-        return weights_by_size({client: self._masses[client] for client in clients})
+        return weights_by_size({client: self.masses[client] for client in clients})
 
     @property
     def caveat(self) -> str:
@@ -151,7 +154,7 @@ class RoundCosts:
         clients = list(clients)
         together = {*beside, *clients}
         bars = smallest_rho_bars(
-            {client: self._masses[client] for client in together}, of=clients, most=self._most_in_a_sum
+            {client: self.masses[client] for client in together}, of=clients, most=self._most_in_a_sum
         )
         scales = self._worst_scales(together, self._grids[spec])
         return {

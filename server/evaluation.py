@@ -18,6 +18,7 @@ from fedpriv.learning.training.private_evaluation import EvaluationSpec, planned
 from fedpriv.privacy.accounting.events import Event
 from server.bookkeeping import Books
 from server.exchange import Exchange, MalformedError, answer_in, content_of, digest_of, message_to, wire_bytes
+from server.inclusion import Inclusions
 from server.registration import Nodes, label_of
 from server.round import Receipts
 
@@ -73,6 +74,7 @@ def evaluate_privately(
     seconds: float,
     skipped: Collection[int] = (),
     receipts: Receipts | None = None,
+    inclusions: Inclusions | None = None,
 ) -> PrivateEvaluation:
     """Ask every client whose budget allows it, once it is charged, and add up what those that answer release.
 
@@ -87,6 +89,7 @@ def evaluate_privately(
         seconds: to wait for replies.
         skipped: clients that are not asked, since their nodes do not answer.
         receipts: of the nodes' charges; None shows and keeps none.
+        inclusions: the records of the rounds' sums; None shows none.
 
     Raises:
         LedgerError: the charge cannot be written, so nobody was asked.
@@ -96,7 +99,13 @@ def evaluate_privately(
     fields = kinds.pack_instruction(run, round_, spec)
     request = Request.of(EVALUATE, fields=fields, arrays=kinds.pack_model(broadcast))
     books.charge_evaluation(round_, dict.fromkeys(clients, request.digest))
-    told = {client: replace(request, own=receipts.shown_to(client) if receipts else {}) for client in clients}
+    told = {
+        client: replace(
+            request,
+            own=(receipts.shown_to(client) if receipts else {}) | (inclusions.shown_to(client) if inclusions else {}),
+        )
+        for client in clients
+    }
     by_node = {nodes[client][0]: client for client in clients}
     messages = [message_to(node_id, told[client], round_) for node_id, client in by_node.items()]
     releases: dict[int, EvaluationRelease] = {}

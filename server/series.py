@@ -28,6 +28,7 @@ from server import checkpoint, registry
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.evaluation import PrivateEvaluation, evaluate_privately
+from server.inclusion import Inclusions
 from server.observer import Observer, RunProgress
 from server.registration import Nodes
 from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts
@@ -114,6 +115,7 @@ class Series:
         journal.write("rounds_begin", round=self._after, num_clients=len(self.registrations))
         started = time.monotonic() - sum(row.seconds for row in writer.rounds)
         observer.started(self._config, self.registrations, self.learning_rate)
+        inclusions = Inclusions.of(self._config, self.run_id, writer.path, self._ledger)
         strategy = RuleStrategy(
             self._rated,
             self._nodes,
@@ -130,6 +132,7 @@ class Series:
                 on_change=on_change,
             ),
             receipts=self._receipts,
+            inclusions=inclusions,
         )
         try:
             strategy.start(
@@ -142,7 +145,7 @@ class Series:
             journal.write("stopped", reason=str(error))
             raise
         journal.write("rounds_end", round=writer.rounds[-1].round, reason=strategy.stopped)
-        evaluation = self._evaluated(grid, strategy, writer, observer)
+        evaluation = self._evaluated(grid, strategy, writer, observer, inclusions)
         self.books.count_unused(self._config.rounds + 1)
         if strategy.stopped:
             observer.notice(f"the run ended early: {strategy.stopped}")
@@ -186,7 +189,12 @@ class Series:
         return not model.merged and all(torch.equal(model.adapter[name], model.initial[name]) for name in body)
 
     def _evaluated(
-        self, grid: Grid, strategy: RuleStrategy, writer: RunWriter, observer: Observer
+        self,
+        grid: Grid,
+        strategy: RuleStrategy,
+        writer: RunWriter,
+        observer: Observer,
+        inclusions: Inclusions | None,
     ) -> PrivateEvaluation | None:
         """The evaluation of the final model on the holders' records, if the run asks for one."""
         spec = EvaluationSpec.of(self._config)
@@ -205,6 +213,7 @@ class Series:
             seconds=self._config.round_seconds,
             skipped=strategy.absences.skipped,
             receipts=self._receipts,
+            inclusions=inclusions,
         )
         writer.journal.write("evaluated", num_asked=evaluation.num_asked, num_answers=evaluation.num_answers)
         if evaluation.num_answers < len(self.registrations):

@@ -28,10 +28,11 @@ from fedpriv.learning.training.noise_plan import start_noise
 from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.mechanisms.sources import SeededSource
-from fedpriv.runs import USABLE, ClientRow, RoundRow
+from fedpriv.runs import ClientRow, RoundRow
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
 from server.exchange import Exchange, ExpectedReply, Read, Vector
+from server.inclusion import Inclusions
 from server.observer import Follow, answers
 from server.registration import Nodes
 from server.round import ROUNDS_WITHOUT_ANSWER, Absences, Receipts, Round, RoundRequest, client_rows, round_row
@@ -59,6 +60,7 @@ class RuleStrategy(Strategy):
         follow: told what the clients of a round do, and how many have answered.
         absences: who is skipped for not answering; by default a record that nobody else is told of.
         receipts: of the nodes' charges, which are shown to them; None shows and keeps none.
+        inclusions: the signed records of the rounds' sums, which are shown to the nodes; None makes none.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class RuleStrategy(Strategy):
         follow: Follow = lambda progress: None,
         absences: Absences | None = None,
         receipts: Receipts | None = None,
+        inclusions: Inclusions | None = None,
     ) -> None:
         self.schedule = RunSchedule.of(config)
         self.books = books
@@ -89,7 +92,7 @@ class RuleStrategy(Strategy):
         self._evaluate = evaluate
         self._on_round = on_round
         self._follow = follow
-        self._receipts = receipts
+        self._receipts, self._inclusions = receipts, inclusions
         self._exchange = Exchange(self._told)
         self._updates: Updates = (
             SecureSums(config, nodes, run=run, exchange=self._exchange, books=books)
@@ -160,9 +163,9 @@ class RuleStrategy(Strategy):
         if not self._updates.is_sum and self.books.retired_by_request(round_.number, digests):
             return self._charged_messages(config)
         self.books.charge(round_.number, digests, among=self._updates.among)
-        if self._receipts is not None:
-            shown = {client: self._receipts.shown_to(client) for client in requests}
-            requests |= {client: requests[client].told(own) for client, own in shown.items() if own}
+        for each in (self._receipts, self._inclusions):
+            if each is not None:
+                requests |= {client: request.told(each.shown_to(client)) for client, request in requests.items()}
         return [round_.message_to(client, self._nodes[client][0], requests[client]) for client in requests]
 
     def _request(self, rank: int, instruction: Scalars) -> RoundRequest:
@@ -217,7 +220,11 @@ class RuleStrategy(Strategy):
         self.books.settle({client: upload.digest for client, upload in uploads.items()})
         self._rows = client_rows(self._round, self.books, self.spec, weights)
         self.absences.note(self._round)
-        if not self._has_enough or adapters is None:
+        objection = self._objection
+        if self._inclusions is not None:
+            contents = {client: upload.content for client, upload in uploads.items() if upload.content is not None}
+            self._inclusions.note(self._round, self.books.costs.masses, contents, objection)
+        if objection or adapters is None:
             return None
         if uploads:
             shares = [1.0] if self._updates.is_sum else list(weights.values())
@@ -248,6 +255,13 @@ class RuleStrategy(Strategy):
     @property
     def _has_enough(self) -> bool:
         return self._round.num_usable >= self._config.min_clients
+
+    @property
+    def _objection(self) -> str:
+        """The reason why the round has no sum; empty if it has one."""
+        if self._has_enough and self._no_sum is None:
+            return ""
+        return str(self._no_sum or f"{self._round.num_usable} usable replies, min_clients = {self._config.min_clients}")
 
     def _expected_reply(self, client: int) -> ExpectedReply:
         return ExpectedReply(
@@ -326,9 +340,7 @@ class RuleStrategy(Strategy):
                 self._stop(round_)
                 break
             if arrays is None:
-                usable = sum(row.status in USABLE for row in self._rows)
-                reason = str(self._no_sum or "") or f"{usable} usable replies, min_clients = {self._config.min_clients}"
-                raise TooFewClientsError(f"round {round_}: {reason}; resume the run once more clients answer")
+                raise TooFewClientsError(f"round {round_}: {self._objection}; resume the run once more clients answer")
         return result
 
     def _check_present(self, round_: int) -> None:

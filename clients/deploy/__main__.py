@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from clients.deploy import admission, by_file, folder, joining, records, supernode
+from clients.deploy import admission, by_file, folder, inclusion, joining, records, supernode
 from clients.deploy import doctor as node_doctor
 from clients.deploy import metrics as node_metrics
 from clients.deploy.folder import Node
@@ -574,6 +574,32 @@ def history_(
     if head is not None and head.strip().lower() not in {change.digest for change in changes}:
         raise LedgerError(f"{history.path_in(dir_)}: its chain is intact but has no line {head}: it was replaced")
     typer.echo(history.summary(dir_))
+
+
+@app.command()
+def included(
+    dir_: Folder,
+    run: Annotated[str, typer.Argument(help="Id of a run; by default all.")] = "",
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="inclusions.jsonl of the coordinator's run: its last round's record comes so."),
+    ] = None,
+) -> None:
+    """Show round by round whether this node's upload is in the sum, with which share, or why the coordinator says not.
+
+    The coordinator signs what each sum was made of, and shows this node its part with the next request; the vault
+    goes on only if that is its own upload at the agreed weight. A reason is the coordinator's word: compare it with
+    when this node stored its reply.
+
+    Example: fedpriv node included ~/node
+
+    Example: fedpriv node included ~/node 5f0e9d7c6b5a493827160594c1e3f70f --from inclusions.jsonl
+    """
+    vault = Node.read(dir_).vault
+    if source is not None:
+        typer.echo(f"{inclusion.take(vault, source)} records of {source} are kept")
+    for line in inclusion.told(vault, run):
+        typer.echo(line)
 
 
 @app.command()

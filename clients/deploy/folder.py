@@ -149,7 +149,7 @@ class Node:
     def deciding(self) -> list[Path]:
         """The files that decide, and the folders that hold them, there or not; their owner alone may change them."""
         within = [self.folder, *self.folder.glob("*.toml"), self.vault.peers, *self.vault.peers.glob("*")]
-        return [*within, self.approved, self.ca_certificate]
+        return [*within, self.approved, self.ca_certificate, self.vault.coordinator]
 
     @property
     def node_config_file(self) -> Path:
@@ -202,6 +202,7 @@ def make(
         keys.make_key_pair(new / vault.key.name)
         write_new(new / node.application.name, _application(node, new).encode())
         write_new(new / node.ca_certificate.name, invitation.ca.encode())
+        write_new(new / vault.coordinator.name, f"{invitation.key}\n".encode())
         write_new(new / FILE, (_NODE_HEADER + tomli_w.dumps(connection)).encode(), mode=0o600)
         write_new(new / vault_settings.FILE, (_VAULT_HEADER + tomli_w.dumps(_plain(values))).encode(), mode=0o600)
         write_new(new / vault.policy.name, policy_text().encode(), mode=0o600)
@@ -235,6 +236,7 @@ def move(node: Node, invitation: Invitation) -> None:
             node.vault.agreed, agreed_text([terms_of(plan)]).encode(), mode=0o600, owner=owner_for(node.folder)
         )
     replace_file(node.ca_certificate, invitation.ca.encode(), owner=owner_for(node.folder))
+    replace_file(node.vault.coordinator, f"{invitation.key}\n".encode(), owner=owner_for(node.folder))
     file = (_NODE_HEADER + tomli_w.dumps(connection)).encode()
     replace_file(node.folder / FILE, file, mode=0o600, owner=owner_for(node.folder))
 

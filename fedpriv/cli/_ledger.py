@@ -36,6 +36,9 @@ RunFolder = Annotated[
     typer.Option("--run", help="A run's folder that knows the holders' names; by default the ledger's own folder."),
 ]
 
+# The files of a node in which its operator sets limits.
+_LIMITS = ("policy.toml", "vault.toml")
+
 # What is told of a data set, and its heading.
 HEADINGS = {
     "client": "client",
@@ -293,12 +296,18 @@ def recover(
 def statement(
     path: LedgerPath,
     client: Annotated[
-        str, typer.Option(help="Number or name of the client, as `ledger show` lists them; the number goes first.")
-    ],
+        str | None,
+        typer.Option(
+            help="Number or name of the client, as `ledger show` lists them; the number goes first. By default all."
+        ),
+    ] = None,
     view: ViewName = None,
     run: RunFolder = None,
     since: Annotated[
         str, typer.Option(help="YYYY-MM-DD: list runs and refused requests from then on, and what that part cost.")
+    ] = "",
+    year: Annotated[
+        str, typer.Option(help="YYYY: begin with who, what, when, how much, what is left, and who changed limits.")
     ] = "",
     erasures: Annotated[
         bool, typer.Option("--erasures", help="List the dates of erasures at this node; not for others' eyes.")
@@ -306,9 +315,12 @@ def statement(
 ) -> Result:
     """One page for a privacy officer: what a client's data have spent, what that covers and what it does not.
 
-    With --view aggregate it also states what the releases cost where the server saw sums alone.
+    With --view aggregate it also states what the releases cost where the server saw sums alone. With --year it first
+    answers what an ethics board asks once a year; in a node's folder, its history tells of limits.
 
     Example: fedpriv ledger statement results/ledger.sqlite --client 2
+
+    Example: fedpriv ledger statement node/ledger.sqlite --year 2026
 
     Example: fedpriv ledger statement node/ledger.sqlite --client 0 --since 2027-01-01
 
@@ -316,20 +328,54 @@ def statement(
     """
     from fedpriv.privacy.ledger import reader
     from fedpriv.privacy.ledger import statement as statements
+    from fedpriv.privacy.ledger.entries import LATER
 
     try:
         since = since and date.fromisoformat(since).isoformat()
     except ValueError:
         raise InputError(f"--since {since}: must be a date such as 2027-01-31") from None
+    if year and (since or not re.fullmatch(r"[1-9]\d{3}", year)):
+        raise InputError(f"--year {year}: must be a year such as 2026, and without --since")
+    begin, end = (year, f"{year}-12-31~") if year else (since, LATER)
     with reader.reading(path) as db:
         known = reader.holder_names(db, path, run)
-        pages = statements.statement(db, path, client, names=known, view=cast("PlannedView | None", view), since=since)
+        pages = statements.statement(
+            db,
+            path,
+            client,
+            names=known,
+            view=cast("PlannedView | None", view),
+            since=since,
+            year=year,
+            changes=_limits_changed(path.parent, begin, end) if year else None,
+        )
     lines = ["\n\n".join(map(statements.render, pages))]
-    days = {"erasures": reader.erasures_in(path.parent, since)} if erasures else {}
+    days = {"erasures": reader.erasures_in(path.parent, begin, end)} if erasures else {}
     if erasures:
         told = ", ".join(days["erasures"]) or f"none is noted in {path.parent}"
         lines.append(f"\nErasures at this node, not to be handed on: {told}")
     return Result({"client": client, "statements": pages, **days}, lines)
+
+
+def _limits_changed(folder: Path, begin: str, end: str) -> list[str] | None:
+    """A line on each key that was changed in a node's limits and settings, with who did, from a time to before another.
+
+    None where the folder is no node's.
+
+    Raises:
+        LedgerError: the node's history is broken.
+    """
+    from fedpriv.holder.vault import history
+    from fedpriv.privacy.ledger.reader import NODE
+
+    if not (folder / NODE).is_file():
+        return None
+    changes = [line for line in history.read(folder) if begin <= line.time < end and line.file in _LIMITS]
+    return [
+        f"{line.time[:10]} {line.user or line.uid}, {line.command}: {line.file}: {key}: {before} -> {since}"
+        for line in changes
+        for key, (before, since) in line.values.items()
+    ]
 
 
 @command(app)
@@ -453,12 +499,15 @@ def _sources(path: Path) -> dict[str, Exhibit]:
 
 def _of_node(node: VaultSettings) -> Exhibit:
     from fedpriv.holder.vault.settings import read_models
+    from fedpriv.privacy.ledger import keys
     from fedpriv.privacy.ledger.evidence import Exhibit
 
     return Exhibit(
         ledger=node.ledger,
         receipts=(node.receipts,),
         models={model.digest: Path(model.name).name for model in read_models(node.models)},
+        inclusions=node.inclusions,
+        coordinator=keys.read_public_line(node.coordinator) if node.coordinator.is_file() else "",
         policy=node.policy,
         budget=None if node.budget_epsilon is None else (node.budget_epsilon, node.budget_view),
     )
@@ -467,17 +516,21 @@ def _of_node(node: VaultSettings) -> Exhibit:
 def _of_run(folder: Path) -> Exhibit:
     from fedpriv.holder.wire import frame
     from fedpriv.learning.adapters import public_name, weights_digests
+    from fedpriv.privacy.ledger import keys
     from fedpriv.privacy.ledger.evidence import Exhibit
     from fedpriv.runs import RunFolder, files
 
     run = RunFolder(folder)
     model, ledger = str(run.config["model"]), str(run.config.get("ledger") or "")
+    key = keys.public_path(keys.coordinators(Path(run.config.get("node_keys") or folder)))
     return Exhibit(
         ledger=folder / files.LEDGER,
         receipts=(Path(f"{ledger}.receipts") if ledger else folder.parent / "receipts.jsonl",),
         registrations={
             client: {"version": frame.VERSION, **registered} for client, registered in run.registrations.items()
         },
+        inclusions=folder / files.INCLUSIONS,
+        coordinator=keys.read_public_line(key) if key.is_file() else "",
         config=run.config,
         environment=run.environment,
         summary=run.summary,

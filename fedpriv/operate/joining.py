@@ -70,6 +70,7 @@ class Invitation:
         partition_id: which client of a run its node is.
         superlink: HOST:PORT of the coordinator.
         ca: the certificate of its authority, PEM; while that is exchanged, of both.
+        key: its public line, which signs what each round's sum was made of.
         software: the version and digest of the coordinator's fedpriv; its runs take only nodes that have the same.
         bundle: SHA-256 of the code that its runs ship.
         model: SHA-256 of the files of the planned run's model; empty without a plan.
@@ -82,6 +83,7 @@ class Invitation:
     partition_id: _Client
     superlink: Annotated[str, AfterValidator(_printable)]
     ca: Annotated[str, AfterValidator(_certificate)]
+    key: _VaultKey
     software: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
     bundle: _Digest = ""
     model: _Digest = ""

@@ -35,6 +35,7 @@ DIGESTS = "data.json"  # of a simulation's data
 ROUNDS = "rounds.csv"
 CLIENTS = "clients.csv"
 EVENTS = "events.jsonl"
+INCLUSIONS = "inclusions.jsonl"  # what each round's sum was made of, which the coordinator signs
 LEDGER = "ledger.sqlite"
 SAMPLES = "samples.jsonl"
 STORED_ANSWERS = "stored_answers.jsonl"

@@ -185,6 +185,11 @@ class Coordinator:
         return self.folder / "vaults"
 
     @property
+    def key(self) -> Path:
+        """The private key that signs what each round's sum was made of; invitations show its public line."""
+        return keys.coordinators(self.vaults)
+
+    @property
     def plan(self) -> Path:
         """The configuration of the planned run."""
         return self.folder / "run.toml"
@@ -300,6 +305,7 @@ def make(
     with new_folder(coordinator.folder) as new:
         certificates.make_ca(new, max(days, certificates.AUTHORITY_DAYS), passphrase=passphrase)
         certificates.make_server_certificate(new, coordinator.addresses, days, passphrase=passphrase)
+        keys.make_key_pair(new / coordinator.key.name)
         parts = (coordinator.flower_home, coordinator.invitations, coordinator.nodes, coordinator.vaults)
         for part in (*parts, coordinator.runs):
             (new / part.name).mkdir(mode=0o755)

@@ -48,7 +48,11 @@ def invite(coordinator: Coordinator, names: Sequence[str]) -> dict[Path, Invitat
     first = max([-1, *known.values(), *coordinator.registered(), *left]) + 1
     ids = known | {name: first + place for place, name in enumerate(new)}
     asked: dict[str, Any] = {"superlink": coordinator.address, "ca": read_text(coordinator.ca_certificate)}
-    asked |= {"software": software(), "bundle": approvals.bundle_digest(FLOWER_APP)}
+    asked |= {
+        "key": keys.public_line(coordinator.key),
+        "software": software(),
+        "bundle": approvals.bundle_digest(FLOWER_APP),
+    }
     asked |= {"contact": coordinator.contact} if coordinator.contact else {}
     if planned := coordinator.planned:
         asked["model"] = adapters.model_digest(adapters.model_folder(config.parse(planned).model))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fedpriv.holder.vault import history
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
@@ -221,6 +222,70 @@ def test_a_statement_of_a_part_of_the_history_says_what_it_cost_alone_and_what_w
     assert "falls, 2027: 1 round charged" in said
     assert "2 times refused: clip_norm = 900.0" in said
     assert "--since 2027-13-01: must be a date" in fedpriv(*command, "--since", "2027-13-01", code=2)[1]
+
+
+QUESTIONS = ("Who", "What was released", "When", "How much", "What is left", "Limits changed by")
+
+
+@pytest.fixture
+def years(tmp_path, monkeypatch):
+    """A node's ledger with a round in each of three years, and a limit that was changed in each."""
+    folder, event = tmp_path / "node", SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1)
+    path = folder / "ledger.sqlite"
+    folder.mkdir()
+    (folder / "vault.toml").write_text('partition_id = 0\nname = "St. Anna"\nbudget_epsilon = 4.0\n')
+    for year in (2025, 2026, 2027):
+        clock = SimpleNamespace(now=lambda _, year=year: datetime(year, 12, 31, 23, 59, tzinfo=UTC))
+        monkeypatch.setattr("fedpriv.privacy.ledger.ledger.datetime", clock)
+        monkeypatch.setattr("fedpriv.holder.vault.history.datetime", clock)
+        with Ledger(path) as ledger:
+            data_set = ledger.data_set() or ledger.register("0", 100, 1e-5)
+            key, release = Key(run=f"of {year}", client="0", round=1, request="x"), Release(event=event, rho_bar=1.0)
+            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+        (folder / "policy.toml").write_text(f"max_rounds = {year}\n")
+        history.note(folder, "start")
+    return path, event
+
+
+def test_a_year_answers_an_ethics_board_in_its_order_and_counts_nothing_of_other_years(years):
+    path, event = years
+    (page,) = as_json("ledger", "statement", path, "--year", "2026")["statements"]
+    assert [run["run"] for run in page["run_list"]] == ["of 2026"]
+    costs = [epsilon_of([event.with_count(number)], 1e-5).epsilon for number in (1, 2, 3)]
+    assert [page["epsilon_since"], page["epsilon_until"], page["epsilon_local"]] == pytest.approx(costs, rel=1e-12)
+    (change,) = page["changes"]
+    assert change.startswith("2026-12-31 ")
+    assert change.endswith(", start: policy.toml: max_rounds: 2025 -> 2026")
+    text = fedpriv("ledger", "statement", path, "--client", "0", "--year", "2026")[0]
+    lines = [line for line in text.splitlines() if str(path) not in line]
+    assert max(map(len, lines)) <= 80
+    at = [next(i for i, line in enumerate(lines) if line.startswith(f"{question} ")) for question in QUESTIONS]
+    assert at == sorted(at)
+    said = " ".join(text.split())
+    for answer in (
+        "THE YEAR 2026",
+        "noised updates of 1 round in 1 run: of 2026 When from 2026-12-31 to 2026-12-31 UTC",
+        f"{1 - page['budget']['used']:.1%} of epsilon 4 on the local view, as of 2027-12-31",
+        "RUNS IN 2026",
+    ):
+        assert answer in said, answer
+
+
+def test_an_empty_year_a_bad_one_and_a_ledger_without_a_history_are_told(years, path):
+    (page,) = as_json("ledger", "statement", years[0], "--year", "2024")["statements"]
+    assert (page["run_list"], page["epsilon_since"], page["epsilon_until"], page["changes"]) == ([], 0, 0, [])
+    said = " ".join(fedpriv("ledger", "statement", years[0], "--year", "2024")[0].split())
+    assert "What was released nothing was released" in said
+    assert "Limits changed by nobody, as the node's history has it" in said
+    for bad in (["--year", "26"], ["--year", "20x6"], ["--year", "0026"], ["--year", "2026", "--since", "2026-02-01"]):
+        out, error = fedpriv("ledger", "statement", years[0], *bad, code=2)
+        assert out == ""
+        assert f"--year {bad[1]}: must be a year such as 2026, and without --since" in error
+    pages = as_json("ledger", "statement", path, "--year", "2026")["statements"]
+    assert len(pages) > 1, "of all clients"
+    assert "not known here: the ledger is not in the folder of a node" in " ".join(
+        fedpriv("ledger", "statement", path, "--client", "1", "--year", "2026")[0].split()
+    )
 
 
 def test_statement_of_seeded_noise_promises_nothing(path):

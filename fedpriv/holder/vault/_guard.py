@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from functools import lru_cache
@@ -9,8 +10,9 @@ from functools import lru_cache
 import torch
 
 from fedpriv.config import RunConfig
-from fedpriv.errors import InputError
+from fedpriv.errors import InputError, LedgerError
 from fedpriv.holder.vault._charging import NodePolicy, RefusedError
+from fedpriv.holder.vault.holder import NodeHolder
 from fedpriv.holder.vault.settings import NodeLimits
 from fedpriv.holder.wire.kinds import Broadcast
 from fedpriv.learning.adapters.codecs import CODECS
@@ -23,10 +25,16 @@ from fedpriv.learning.training.local_update import (
     UpdateSpec,
 )
 from fedpriv.learning.training.noise_plan import calibrated, with_any_rates
-from fedpriv.learning.training.rounds import RunSchedule
+from fedpriv.learning.training.rounds import RunSchedule, client_masses
 from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
+from fedpriv.privacy.ledger import inclusion, keys
+from fedpriv.privacy.ledger.entries import Key
+from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.ledger.receipts import append_line
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
+
+log = logging.getLogger(__name__)
 
 # Accountants take a larger one for this, and near the largest float an upload would overflow after its charge.
 _LARGEST_NOISE_MULTIPLIER = 1e6
@@ -262,3 +270,51 @@ def check_broadcast(broadcast: Broadcast, limits: NodeLimits | None) -> None:
                 raise RefusedError(f"{part}: holds NaN or infinity")
             if tensor.numel() and float(tensor.abs().max()) > limits.max_broadcast_value:
                 raise RefusedError(f"{part}: holds a value above this node's maximum {limits.max_broadcast_value:g}")
+
+
+def check_included(shown: str, key: Key, num_registered: int, config: RunConfig, holder: NodeHolder) -> None:
+    """Refuse to go on where a run does not show that this node's earlier uploads are in its sums, or why they are not.
+
+    A node without the coordinator's key checks nothing. What is shown is kept for the node's operator. The rounds that
+    the coordinator owes are those of the charges, which are public, and no reply of another has this node's digest: so
+    the answer tells nothing of records. Once a round is repeated, as after a crash, only those before it are owed.
+
+    Args:
+        shown: proofs, one a line.
+        key: of the release that is asked for.
+        num_registered: N_k.
+        config: of the run, whose `client_weights` decides the upload's weight.
+
+    Raises:
+        RefusedError: one line with the round and what is wrong.
+        LedgerError: what is shown cannot be kept.
+    """
+    settings = holder.settings
+    if not settings.coordinator.is_file():
+        return
+    with reading(settings.ledger) as db:
+        paid = db.replies_of(key.run)
+    client, kept = int(key.client), inclusion.kept_in(settings.inclusions, inclusion.InclusionProof)
+    known = {proof.record.round for proof in kept if proof.record.run == key.run}
+    owed = {round_ for round_ in paid if round_ < key.round or key.round not in paid} - known - {key.round}
+    try:
+        proofs = [p for p in inclusion.proofs_in(shown) if p.record.run == key.run and p.record.round in owed]
+        for proof in proofs:
+            proof.check(keys.read_public_line(settings.coordinator))
+        inclusion.check_owed(
+            proofs,
+            {round_: paid[round_] for round_ in owed},
+            position=client,
+            positions=config.num_clients,
+            weight=client_masses(config, {client: num_registered})[client],
+        )
+    except ValueError as error:
+        raise RefusedError(f"included: {error}") from None
+    for proof in proofs:
+        try:
+            append_line(settings.inclusions, proof.text())
+        except OSError as error:
+            raise LedgerError(f"{settings.inclusions}: {error.strerror}; nothing is released") from None
+        if proof.leaf.reason:
+            holder.journal.write("left_out", run=key.run, round=proof.record.round, reason=proof.leaf.reason)
+            log.warning("round %s: this node's upload is not in the sum: %s", proof.record.round, proof.leaf.reason)

@@ -23,6 +23,7 @@ from fedpriv.holder.vault._guard import (
     check_agreed,
     check_broadcast,
     check_evaluation,
+    check_included,
     check_instruction,
     check_limits,
     check_unit,
@@ -300,6 +301,8 @@ def _prepared(request: Request, holder: Holder) -> Prepared:
     agreed = _agreed(decoded, config, holder) if isinstance(holder, NodeHolder) else None
     data_set, num_registered = _records.registered(config, bench, holder)
     task, release = _checked(decoded, request.kind, config, bench, holder.policy, num_registered)
+    if isinstance(holder, NodeHolder):
+        check_included(str(request.own.get(kinds.INCLUDED, "")), key, num_registered, config, holder)
     reply = None  # which leaves at once, unless the records are the node's own
     if isinstance(holder, NodeHolder) and data_set is not None:
         reply = _reply_times.of_release(spec, broadcast, task.sampler, config, bench, holder, data_set)

@@ -38,7 +38,7 @@ from fedpriv.texts import printable
 log = logging.getLogger(__name__)
 
 # vault.toml, policy.toml, approved-models.toml, node.toml and application.toml, which tells of new keys; and the rest.
-_DECIDED = ("*.toml", "approved-fabs", "peers/*.pub")
+_DECIDED = ("*.toml", "approved-fabs", "coordinator.pub", "peers/*.pub")
 
 _FOUND = "found by "
 

@@ -184,6 +184,16 @@ class VaultSettings:
         return self.folder / "receipts.jsonl"
 
     @property
+    def coordinator(self) -> Path:
+        """The public line of the coordinator's key; with it, a run goes on only if it shows what became of uploads."""
+        return self.folder / "coordinator.pub"
+
+    @property
+    def inclusions(self) -> Path:
+        """The coordinator's records of what became of this node's uploads, one a line."""
+        return self.folder / "inclusions.jsonl"
+
+    @property
     def receipts_of_peers(self) -> Path:
         """The newest receipts of the holders with which the node adds up, one a line."""
         return self.folder / "receipts-of-peers.jsonl"
@@ -259,7 +269,7 @@ class NodeLimits:
 _NOISE = ("noise_multiplier", "start_noise_multiplier", "lora_noise_multiplier")
 _TERMS = (
     *("purpose", "until", "model", "task", "labels", "unit", "max_records_per_person", "holders_per_person"),
-    *("secure_aggregation", "colluding_clients", "privacy_view", "target_epsilon", "target_risk"),
+    *("secure_aggregation", "colluding_clients", "client_weights", "privacy_view", "target_epsilon", "target_risk"),
     *("rounds", "local_steps", "batch_size", "sampling_probability", "lora_sampling_probability", "lora_rounds"),
     *("train", "head_start", "noise_on", "mechanism", "mechanism_parameters", "clipping", "clip_norm", *_NOISE),
     *("noise_schedule", "evaluation_noise_multiplier", "max_choices", "test_fraction"),

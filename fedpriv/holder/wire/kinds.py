@@ -35,9 +35,10 @@ MERGED = "merged"
 SIGNS = "signs"
 SUM = "sum"
 
-# What one node alone is told: the newest receipt that is known of its charges, and in a sum its terms and the shares
-# that its peers have sealed for it. An answer has the node's own newest receipt.
+# What one node alone is told: the newest receipt that is known of its charges, what became of its earlier uploads, and
+# in a sum its terms and the shares that its peers have sealed for it. An answer has the node's own newest receipt.
 RECEIPT = FIELD
+INCLUDED = "included"
 TERMS = "terms"
 SEALED = "sealed"
 
@@ -263,12 +264,14 @@ KINDS: Mapping[str, Kind] = {
     frame.TRAIN: Kind(
         asks=UpdateSpec,
         arrays=(ADAPTER, MERGED, SIGNS),
-        own=(RECEIPT, TERMS, SEALED),
+        own=(RECEIPT, INCLUDED, TERMS, SEALED),
         answers=UploadRelease,
         brings=(ADAPTER,),
     ),
     # Noised counts of hits and misses, after the last round.
-    frame.EVALUATE: Kind(asks=EvaluationSpec, arrays=(ADAPTER, MERGED), own=(RECEIPT,), answers=EvaluationRelease),
+    frame.EVALUATE: Kind(
+        asks=EvaluationSpec, arrays=(ADAPTER, MERGED), own=(RECEIPT, INCLUDED), answers=EvaluationRelease
+    ),
     # Secure aggregation, in each round; `train` comes before the last two.
     frame.ADVERTISE: Kind(own=(TERMS,), answers=Words),  # fresh keys for an attempt at a sum
     frame.SHARE: _STEP,  # sealed shares of the node's seeds for its peers

@@ -46,6 +46,8 @@ ADOPTED, RECOVERED = "adopted", "recovered"
 # In place of the note on a data set's content, where a release read no records.
 NOT_READ = "0" * 64
 BOUNDED = "bounded"
+LATER = "~"
+"""Comes after every time that an entry can have."""
 PERMITTED, WITHDRAWN = "permitted", "withdrawn"
 
 _REGISTRATIONS = f"SELECT data_set, client, num_records, delta FROM entries WHERE phase = '{REGISTERED}'"
@@ -341,6 +343,14 @@ class Queries:
         row = self._execute(f"SELECT data_set FROM entries {_WITH_CONTENT} AND note = ? ORDER BY number DESC", (note,))
         return next((data_set for (data_set,) in row), None)
 
+    def replies_of(self, run: str) -> dict[int, set[str]]:
+        """{round that a run was charged for: SHA-256, in hex, of each reply that was released for it}."""
+        found: dict[int, set[str]] = {}
+        asked = f"SELECT round, reply FROM entries WHERE run = ? AND phase IN ('{CHARGED}', '{RELEASED}')"
+        for round_, reply in self._execute(asked, (run,)):
+            found.setdefault(round_, set()).update({reply} - {None})
+        return found
+
     def recoveries(self) -> list[Entry]:
         """The entries of phase `recovered`, in order."""
         return list(self._entries(f"WHERE phase = '{RECOVERED}'"))
@@ -395,11 +405,12 @@ class Queries:
         row = self._execute(f"{_REGISTRATIONS} {condition} ORDER BY number DESC LIMIT 1", values).fetchone()
         return None if row is None else _data_set(row)
 
-    def releases(self, data_set: str, *, excluding_run: str = "", since: str = "") -> list[Release]:
-        """Everything charged on a data set in all runs but one, from a time on; equal releases are merged."""
+    def releases(self, data_set: str, *, excluding_run: str = "", since: str = "", until: str = LATER) -> list[Release]:
+        """Everything charged on a data set in all runs but one, from a time to before another; equals are merged."""
         counted = _RELEASES.replace("FROM", ", count(*) FROM", 1)
-        values = [data_set, since, *([excluding_run] if excluding_run else [])]
-        condition = f"{_ON_DATA_SET} AND charged.time >= ?{' AND charged.run IS NOT ?' if excluding_run else ''}"
+        values = [data_set, since, until, *([excluding_run] if excluding_run else [])]
+        within = " AND charged.time >= ? AND charged.time < ?"
+        condition = f"{_ON_DATA_SET}{within}{' AND charged.run IS NOT ?' if excluding_run else ''}"
         rows = self._execute(f"SELECT {counted}{condition} GROUP BY 1, 2, 3, 4, 5", values)
         merged = []
         for *columns, num in rows:
@@ -427,13 +438,13 @@ class Queries:
             for client, round_, request, *columns in rows
         ]
 
-    def runs(self, data_set: str, since: str = "") -> list[RunRecord]:
-        """The runs charged on a data set from a time on, in the order of their first charge."""
+    def runs(self, data_set: str, since: str = "", until: str = LATER) -> list[RunRecord]:
+        """The runs charged on a data set from a time to before another, in the order of their first charge."""
         rows = self._execute(
             "SELECT run, count(*), min(time), max(time), group_concat(DISTINCT noise_source) FROM entries "
-            "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? AND time >= ? GROUP BY run "
-            "ORDER BY min(number)",
-            (data_set, since),
+            "WHERE phase IN ('charged', 'recovered') AND run IS NOT NULL AND data_set = ? AND time >= ? AND time < ? "
+            "GROUP BY run ORDER BY min(number)",
+            (data_set, since, until),
         )
         return [RunRecord(run=r[0], rounds=r[1], first=r[2], last=r[3], noise_source=r[4]) for r in rows]
 

@@ -26,6 +26,7 @@ from fedpriv.privacy.accounting.views import VIEWS, PlannedView
 from fedpriv.privacy.ledger import reader
 from fedpriv.privacy.ledger.entries import DataSet, LedgerConnection
 from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN
+from fedpriv.privacy.ledger.inclusion import InclusionProof, Sum, kept_in
 from fedpriv.privacy.ledger.receipts import ReceiptLog
 from fedpriv.privacy.ledger.statement import spending
 from fedpriv.texts import VERSION, strict_json
@@ -72,6 +73,8 @@ class Exhibit:
         registrations: {client: what its node registered, with the version of that statement}.
         config, environment, summary: of a run; empty for a ledger alone.
         models: of a run {name: {file: SHA-256}}, of a node {SHA-256 of the folder: name}.
+        inclusions: records of the rounds' sums, a run's of all leaves or a node's of its own; may be missing.
+        coordinator: the public line that signs them; empty if there is none.
         policy: a node's limits, the file; None without any.
         budget: (epsilon, view) that a node enforces; None without one.
     """
@@ -83,6 +86,8 @@ class Exhibit:
     environment: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     models: Mapping[str, Any] = field(default_factory=dict)
+    inclusions: Path | None = None
+    coordinator: str = ""
     policy: Path | None = None
     budget: tuple[float, PlannedView] | None = None
 
@@ -129,6 +134,7 @@ def _part(source: Exhibit) -> dict[str, bytes]:
         "environment": {key: v for key, v in source.environment.items() if key not in _ENVIRONMENT_OF_THE_MACHINE},
         "schedule": {key: source.config[key] for key in _SCHEDULE if key in source.config},
         "models": dict(source.models),
+        "coordinator": source.coordinator,
         "policy": {name: hashlib.sha256(content).hexdigest() for name, content in policy.items()},
     }
     kept = (each for path in source.receipts for each in ReceiptLog(path).read())
@@ -138,9 +144,18 @@ def _part(source: Exhibit) -> dict[str, bytes]:
         "about.json": _json(about),
         "entries.jsonl": _lines(asdict(entry) for entry in entries),
         "receipts.jsonl": _lines(json.loads(receipt.text()) for receipt in receipts),
+        "inclusions.jsonl": _lines(_inclusions(source)),
         "registrations.json": _json(source.registrations),
         "figures.json": _json({"data_sets": rows, "printed": _printed(source.summary)}),
     }
+
+
+def _inclusions(source: Exhibit) -> Iterator[dict[str, Any]]:
+    """The records of sums, of each round the last, with the tree as far as it is known."""
+    file = source.inclusions
+    kept: list[Sum | InclusionProof] = [*kept_in(file, Sum), *kept_in(file, InclusionProof)] if file else []
+    for made in {(each.record.run, each.record.round): each for each in kept}.values():
+        yield {"record": asdict(made.record), "tree": made.tree}
 
 
 def _row(db: LedgerConnection, row: Mapping[str, Any], budget: tuple[float, PlannedView] | None) -> dict[str, Any]:

@@ -68,6 +68,11 @@ def make_key_pair(path: Path, kind: Kind = VAULT, *, owner: User | None = None, 
     replace_file(public_path(path), f"{line_of(key)}\n".encode(), owner=owner)
 
 
+def coordinators(node_keys: Path) -> Path:
+    """The coordinator's private key, which signs for the sums of its runs: beside the folder with its nodes' keys."""
+    return node_keys.with_name("coordinator.key")
+
+
 def public_path(path: Path) -> Path:
     """The file with the public line of a private key."""
     return path.with_name(f"{path.name}.pub")

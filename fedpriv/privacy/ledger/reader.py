@@ -26,7 +26,7 @@ from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.filters import CommittedPlans
 from fedpriv.privacy.accounting.views import PlannedView
 from fedpriv.privacy.ledger import head_file
-from fedpriv.privacy.ledger.entries import LATEST_VERSION, VERSION, DataSet, Entry, LedgerConnection
+from fedpriv.privacy.ledger.entries import LATER, LATEST_VERSION, VERSION, DataSet, Entry, LedgerConnection
 from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN, head_path, wal_path
 
 # Written by a run into its folder, and by the operator of a node into its own.
@@ -264,16 +264,17 @@ def studies_in(folder: Path) -> dict[str, str]:
     return {run: text[:_LONGEST_NAME] for run, text in told.items() if isinstance(text, str) and text}
 
 
-def refusals_in(folder: Path, since: str = "") -> dict[str, int]:
-    """{reason: how many requests a node refused for it since a time}, most first, as its journal has them."""
-    events = [each for each in _events(folder) if each.get("event") in _REFUSED and str(each.get("time")) >= since]
+def refusals_in(folder: Path, since: str = "", until: str = LATER) -> dict[str, int]:
+    """{reason: how many requests a node refused for it from a time to before another}, as its journal has them."""
+    refused = [each for each in _events(folder) if each.get("event") in _REFUSED]
+    events = [each for each in refused if since <= str(each.get("time")) < until]
     return dict(Counter(str(each.get("reason")) for each in events).most_common(_MOST_REASONS))
 
 
-def erasures_in(folder: Path, since: str = "") -> list[str]:
-    """The dates from one on at which somebody's records were erased at a node, whose own they are to know."""
+def erasures_in(folder: Path, since: str = "", until: str = LATER) -> list[str]:
+    """The dates from one to before another at which somebody's records were erased at a node, which alone may know."""
     file = folder / ERASURES
-    return [day for day in read_text(file).split() if day >= since] if file.is_file() else []
+    return [day for day in read_text(file).split() if since <= day < until] if file.is_file() else []
 
 
 def _events(folder: Path) -> Iterator[dict[str, Any]]:

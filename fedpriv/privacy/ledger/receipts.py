@@ -250,19 +250,28 @@ class ReceiptLog:
         Raises:
             OSError: the file cannot be written.
         """
-        file = os.open(self.path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if self._may_create else 0), 0o600)
-        try:
-            # A line that a crash cut short must not swallow this one.
-            size = os.fstat(file).st_size
-            torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-            line = b"\n" * torn + receipt.text().encode() + b"\n"
-            while line:  # a disk that is nearly full takes a part
-                line = line[os.write(file, line) :]
-            os.fsync(file)
-            if not size:
-                sync_folder(self.path)
-        finally:
-            os.close(file)
+        append_line(self.path, receipt.text(), may_create=self._may_create)
+
+
+def append_line(path: Path, text: str, *, may_create: bool = True) -> None:
+    """Append a line to a file; it is on disk when this returns.
+
+    Raises:
+        OSError: the file cannot be written, or is missing and may not be created.
+    """
+    file = os.open(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if may_create else 0), 0o600)
+    try:
+        # A line that a crash cut short must not swallow this one.
+        size = os.fstat(file).st_size
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        line = b"\n" * torn + text.encode() + b"\n"
+        while line:  # a disk that is nearly full takes a part
+            line = line[os.write(file, line) :]
+        os.fsync(file)
+        if not size:
+            sync_folder(path)
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from fedpriv.privacy.accounting.filters import CommittedPlans, Rule
 from fedpriv.privacy.accounting.risk import Risk, risk_of
 from fedpriv.privacy.accounting.views import PlannedView, least_readers, readers_label
 from fedpriv.privacy.ledger import reader
-from fedpriv.privacy.ledger.entries import COLUMNS, DataSet, Entry, LedgerConnection
+from fedpriv.privacy.ledger.entries import COLUMNS, LATER, DataSet, Entry, LedgerConnection
 from fedpriv.texts import counted, holder_label, printable, risk_in_figures, risk_in_words, what_is_counted
 
 if TYPE_CHECKING:
@@ -204,19 +204,23 @@ def remaining_rounds(db: LedgerConnection, data_set: DataSet, epsilon: float, vi
 def statement(
     db: LedgerConnection,
     path: Path,
-    client: str,
+    client: str | None,
     *,
     names: Mapping[str, str] | None = None,
     view: PlannedView | None = None,
     since: str = "",
+    year: str = "",
+    changes: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """A privacy statement for each data set of a client: what `render` formats and `--json` prints.
 
     Args:
-        client, names: as for `of_client`.
+        client, names: as for `of_client`; None stands for all clients.
         view: `aggregate` also states what that view costs, and what it rests on; None is that of `reader.limit_of`.
         since: a date; the runs and requests from then on are listed, and what they cost alone. All else is of the whole
             history.
+        year: the same, to its end, with a first section of what is asked once a year.
+        changes: lines on who changed which limit then; None where nobody keeps a history of that.
 
     Raises:
         InputError: the ledger does not know the client, or several have the name.
@@ -224,18 +228,20 @@ def statement(
     """
     last = reader.verify_with_head(db, path)
     names = names or {}
-    data_sets = of_client(db, path, client, names)
+    data_sets = db.data_sets() if client is None else of_client(db, path, client, names)
+    since, until = (f"{year}-01-01", f"{year}-12-31~") if year else (since, LATER)
     if last is None:
-        raise InputError(f"--client {printable(client)}: {path} has no entry")
+        raise InputError(f"{path}: has no entry of which anything could be stated")
     its_view, budget = reader.limit_of(db, path)
     view = view or its_view
     studies, pages = reader.studies_in(path.parent), []
     limit = budget if its_view in ("local", view) else None
     for data_set in data_sets:
         cost, found = _spending(db, data_set, names.get(data_set.id), limit, view), gaps(db)
-        runs = [{**asdict(run), "study": studies.get(run.run, "")} for run in db.runs(data_set.id, since)]
+        runs = [{**asdict(run), "study": studies.get(run.run, "")} for run in db.runs(data_set.id, since, until)]
         seeded = "seeded" in cost["noise_source"]
-        recent = [release.charged_on(view) for release in db.releases(data_set.id, since=since)]
+        parts = [db.releases(data_set.id, since=begin, until=until) for begin in (since, "")]
+        recent, so_far = ([release.charged_on(view) for release in part] for part in parts)
         used = None if budget is None else enforced(db, data_set, budget, its_view)[1]
         pages.append(
             cost
@@ -245,8 +251,11 @@ def statement(
                 "covers": _TEXTS["covers"],
                 "budget": None if budget is None else {"epsilon": budget, "view": its_view, "used": used},
                 "since": since,
+                "year": year,
                 "epsilon_since": epsilon_of(recent, data_set.delta).epsilon,
-                "refused": reader.refusals_in(path.parent, since),
+                "epsilon_until": epsilon_of(so_far, data_set.delta).epsilon,
+                "refused": reader.refusals_in(path.parent, since, until),
+                "changes": changes,
                 "software": software(),
                 "does_not_cover": [
                     *not_covered(cost["unit"]),
@@ -328,7 +337,7 @@ def render(page: Mapping[str, Any]) -> str:
 def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
     """{heading: questions with their answers}."""
     name = _TEXTS["name_note"] if page["name"] and not _is_of(page["client"], page["name"]) else ""
-    since = f" since {page['since']}" if page["since"] else ""
+    since = f" in {page['year']}" if page["year"] else f" since {page['since']}" if page["since"] else ""
     size = f"{page['num_records']} {what_is_counted(page['unit'])}"
     return {
         "": [
@@ -337,6 +346,7 @@ def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
             ("As of", f"{page['as_of']}, computed by fedpriv {page['software']}"),
             *(("Take note", warning) for warning in _warnings(page)),
         ],
+        f"The year {page['year']}": list(_year(page, size)) if page["year"] else [],
         "What is guaranteed": [
             ("Unit", f"a {page['unit']}"),
             ("Neighbouring data", page["adjacency"]),
@@ -366,6 +376,26 @@ def _table(page: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
         or [("None", "nothing was charged")],
         f"Refused requests{since}": [(f"{number} times", printable(why)) for why, number in page["refused"].items()],
     }
+
+
+def _year(page: Mapping[str, Any], size: str) -> Iterator[tuple[str, str]]:
+    """The questions of a yearly review in their order, with answers."""
+    runs, asked, delta = page["run_list"], _TEXTS["year"], f"at delta {page['delta']:g} on the {page['view']} view"
+    yield asked["who"], f"{label(page['client'], page['name'])}, {size}; a {page['unit']} is protected"
+    studies = "; ".join(dict.fromkeys(printable(run["study"] or run["run"][:12]) for run in runs))
+    rounds = f"noised updates of {counted(sum(run['rounds'] for run in runs), 'round')}"
+    yield asked["what"], f"{rounds} in {counted(len(runs), 'run')}: {studies}" if runs else "nothing was released"
+    if runs:
+        first, last = min(run["first"] for run in runs), max(run["last"] for run in runs)
+        yield asked["when"], f"from {first[:10]} to {last[:10]} UTC; each run is listed below"
+    alone, total = (_rounded_up(page[f"epsilon_{part}"]) for part in ("since", "until"))
+    yield asked["much"], f"epsilon {alone} by the year alone, {total} by all up to its end, {delta}"
+    left = "no budget is set here"
+    if (budget := page["budget"]) is not None:
+        left = f"{max(0.0, 1 - budget['used']):.1%} of epsilon {budget['epsilon']:g} on the {budget['view']} view"
+    yield asked["left"], f"{left}, as of {page['as_of'][:10]}"
+    known = ["nobody, as the node's history has it"] if page["changes"] is not None else [_TEXTS["no_history"]]
+    yield from ((asked["limits"] * (not place), each) for place, each in enumerate(page["changes"] or known))
 
 
 def _warnings(page: Mapping[str, Any]) -> Iterator[str]:
@@ -402,7 +432,8 @@ def _composition(page: Mapping[str, Any]) -> str:
     summed = f"{counted(page['rounds'], 'round')} in {counted(page['runs'], 'run')}, composed first and converted once"
     if page["since"]:
         told = f"epsilon {_rounded_up(page['epsilon_since'])} at delta {page['delta']:g} on the {page['view']} view"
-        summed += f"; what was charged since {page['since']} would alone be {told}"
+        when = f"in {page['year']}" if page["year"] else f"since {page['since']}"
+        summed += f"; what was charged {when} would alone be {told}"
     return f"{summed}. Enforced by {page['enforced_by']}. Each {ODOMETER}." if page["enforced_by"] else f"{summed}."
 
 

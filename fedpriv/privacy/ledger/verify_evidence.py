@@ -26,6 +26,7 @@ GRID, MOST_LOSSES, LARGE, MANY_CLIENTS, TINY = 1e-4, 3e6, 100.0, 32, 1e-9  # of 
 LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, more counts as this; part of delta
 VIEWS, KEY, RATES = ("local", "rho", "aggregate"), ("run", "client", "round", "request"), ("0.001", "0.01", "0.05")
 CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
+WEIGHTS = {"uniform": (0.0,), "records": (1.0,), "root-records": (1.5,), "auto": (0.0, 1.0, 1.5)}
 Object = Mapping[str, Any]
 Events = tuple[tuple["Seen", int], ...]  # each different release, and how many of it there were
 NUMBER, INSIDE = r"\d+(\.\d+)?(e[+-]\d+)?", r"0\.\d*[1-9]\d*|[1-9](\.\d+)?e-\d+"  # from 0 on; between 0 and 1
@@ -74,6 +75,7 @@ def check_part(part: str, files: Mapping[str, bytes], kept: str | None, to: Find
     for name, digest in about["policy"].items():
         to.check(hashlib.sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
     check_chain(entries, about["head"], kept, to)
+    check_sums(map(json.loads, files[f"{part}/inclusions.jsonl"].splitlines()), about, entries, to)
     spent, rows, printed = spent_of(entries, to), {row["data_set"]: row for row in shown["data_sets"]}, shown["printed"]
     receipts += [to.parsed(each["receipt"]) for each in registrations.values() if each.get("receipt")]
     ids = {each["data_set"] for each in (*entries, *receipts)} - {""}  # of an adoption
@@ -145,6 +147,43 @@ def check_receipts(spent: Object, receipts: Iterable[Object], identities: Object
         is_own = not (chain and identities.get(data_set)) or identities[data_set] in signers
         to.check(is_own and signed <= charged, claim, f"{(signed - charged).total()} have none; the last has {signers}")
         to.check(None, f"{name}: {(charged - signed).total()} charges lack a receipt; its key {signers} signed no more")
+
+
+def top_of(tree: Any, leaves: list[Object]) -> list[Any]:
+    """Hash, number of replies and weight of a tree: of a leaf, which is listed, of two trees, or of one not shown."""
+    if isinstance(tree, dict):
+        leaves.append(tree)
+        digest = hashlib.sha256(b"\0" + json.dumps(tree, sort_keys=True).encode()).hexdigest()
+        return [digest, int(tree["reply"] != ""), tree["weight"]]
+    if isinstance(tree[0], str):
+        return [*tree]
+    one, other = (top_of(each, leaves) for each in tree)
+    digest = hashlib.sha256(b"\1" + json.dumps([one, other]).encode()).hexdigest()
+    return [digest, one[1] + other[1], one[2] + other[2]]
+
+
+def check_sums(sums: Iterable[Object], about: Object, entries: Iterable[Object], to: Findings) -> None:
+    """Check that each round's sum, which the coordinator signed, is of the ledger's replies at the agreed weights."""
+    known: defaultdict[Any, set[Any]] = defaultdict(set)  # the replies of a client's round, and its registered sizes
+    for e in entries:
+        known[e["run"], e["round"], e["client"]] |= {e["reply"] or e["num_records"]} - {None}
+    powers = WEIGHTS[about["schedule"].get("client_weights", "auto")]
+    for each in sums:
+        said, leaves = {**each["record"], "purpose": "fedpriv round 1"}, list[Object]()
+        top, name = top_of(each["tree"], leaves), f"round {said['round']} of run {said['run']}"
+        is_own = is_signed(about["coordinator"], said, said.pop("signature"))
+        is_own &= top == [said[key] for key in ("root", "included", "weight")] and len(leaves) in (1, said["positions"])
+        to.check(is_own, f"{name}: its sum of {said['included']} is signed by {about['coordinator']}", top)
+        for place, leaf in enumerate(leaves):
+            at = str(leaf["position"] if len(leaves) == 1 else place)
+            replies, sizes = known[said["run"], said["round"], at], known[None, None, at]
+            may_lack = not (replies and said["included"]) or len(leaves) == 1  # a node's reply may have come late
+            fits = str(leaf["position"]) == at and (leaf["reply"] in replies or (leaf["reason"] and may_lack))
+            weights = [size**power for size in sizes for power in powers] if leaf["reply"] else [0.0]
+            if not (fits and any(math.isclose(leaf["weight"], weight) for weight in weights)):
+                to.check(False, f"{name}: position {at} has its reply in the sum, as agreed, or a reason why not", leaf)
+            elif leaf["reason"] not in ("", "not asked"):
+                to.check(None, f"{name}: position {at} is not in the sum: {leaf['reason']}")
 
 
 def is_signed(signer: str, content: Object, signature: str) -> bool:

@@ -10,6 +10,7 @@ from clients.deploy import folder
 from clients.deploy.folder import Made, Node
 from fedpriv.errors import InputError
 from fedpriv.operate import joining
+from fedpriv.privacy.ledger import keys
 from server.deploy import certificates
 from simulations.sites import free_port
 from tests.bundles import bundled_once
@@ -23,9 +24,10 @@ def _bundled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The coordinator's ca.crt."""
+    """The coordinator's ca.crt, beside its key."""
     made = tmp_path_factory.mktemp("coordinator")
     certificates.make_ca(made, 100)
+    keys.make_key_pair(made / "coordinator.key")
     return made / "ca.crt"
 
 
@@ -34,7 +36,8 @@ def invite(ca: Path) -> Callable[..., Path]:
     """Writes an invitation; what is not given asks a clinic to be partition 1, and nothing else."""
 
     def invite(**values: object) -> Path:
-        asked = {"name": "clinic", "partition_id": 1, "superlink": "127.0.0.1:9093", "ca": ca.read_text()} | values
+        asked = {"name": "clinic", "partition_id": 1, "superlink": "127.0.0.1:9093", "ca": ca.read_text()}
+        asked |= {"key": keys.public_line(ca.with_name("coordinator.key"))} | values
         path = ca.with_name("invitation.toml")
         path.write_text(tomli_w.dumps(asked))
         return path

@@ -305,9 +305,9 @@ def test_whatever_the_umask_others_neither_read_nor_change_what_decides(make_nod
     finally:
         os.umask(before)
     modes = {path: path.stat().st_mode & 0o777 for path in node.deciding if path.exists()}
-    assert len(modes) == 9, "the folder, six files of settings, the bundles and the certificate"
+    assert len(modes) == 10, "the folder, six files of settings, the bundles, the certificate and the coordinator's key"
     assert modes.pop(node.folder) == 0o700
-    public = {node.application, node.ca_certificate}
+    public = {node.application, node.ca_certificate, node.vault.coordinator}
     assert modes == {path: 0o644 if path in public else 0o600 for path in modes}
     assert node.flower_home.stat().st_mode & 0o777 == 0o700
 

@@ -41,7 +41,7 @@ def check(node: Node) -> Check:
 
 FILES = (
     *("agreed-runs.toml", "application.toml", "approved-fabs", "approved-models.toml"),
-    *("node.toml", "policy.toml", "vault.toml"),
+    *("coordinator.pub", "node.toml", "policy.toml", "vault.toml"),
 )
 
 

@@ -47,6 +47,7 @@ class Site:
 
     def __init__(self, node: Node, start: dict) -> None:
         self.folder, self._start = node.folder, start
+        node.vault.coordinator.unlink()  # which nobody plays here
         self.records = Path(str(node.vault.data))
 
     @property

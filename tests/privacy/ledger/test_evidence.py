@@ -149,7 +149,7 @@ def test_a_bundle_holds_no_record_label_seed_or_secret(runs, table, tmp_path):
 def test_the_verifier_is_one_short_file_that_imports_nothing_of_ours_and_runs_alone(node, tmp_path):
     program = unpacked(node)["verify_evidence.py"]
     assert program == Path(verify_evidence.__file__).read_bytes()
-    assert len(program.splitlines()) < 400
+    assert len(program.splitlines()) < 440
     roots = set()
     for statement in ast.walk(ast.parse(program)):
         if isinstance(statement, ast.ImportFrom):
