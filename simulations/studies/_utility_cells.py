@@ -40,7 +40,7 @@ BUDGETS: tuple[float | None, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, None)
 BUDGET_CORPORA = ["SST-2 6,000 iid", "Adult in sentences", "embedded"]
 
 # On which another encoder is compared.
-LARGER = ["embedded", "SST-2 6,000 iid"]
+LARGER = ["embedded", "SST-2 6,000 iid", "MedQuAD type of question", "SST-2 all rows", "MedQuAD by source"]
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise, product
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,6 @@ from simulations.studies._utility_cells import (
     EPSILONS,
     FACTORS,
     INGREDIENTS,
-    LARGER,
     NAMED,
     OVERLAP,
     PLAIN_LORA,
@@ -50,6 +50,7 @@ from simulations.studies._utility_cells import (
     cells,
     run_all,
 )
+from simulations.studies.corpora import CORPORA
 from simulations.studies.harness import Estimate, Results, bare, difference, errors, fill, parser, shown, table
 
 # (view, epsilon) of LoRA with all rows of SST-2.
@@ -57,6 +58,9 @@ _WITH_LORA = (("local", 8.0), ("sum", 8.0), ("sum", 2.0))
 
 # One corpus, dealt in two ways.
 _EVEN, _SKEWED = "SST-2 6,000 iid", "SST-2 6,000 Dirichlet"
+
+# (method, encoder) of the table of corpora.
+_SHOWN = [(method, BUNDLED_ENCODER) for method in ("head", RECIPE, AUTO, PROBES)] + [("head", MPNET)]
 
 # Of the table of budgets, which shows smaller differences than the others.
 _BUDGET_SEEDS = 5
@@ -74,9 +78,7 @@ def write(page: Path, runs: Path) -> None:
         "corpora": _corpora(results),
         "many": _many(results),
         "budgets": _budgets(results),
-        "encoders": _encoders(results),
         "ingredients": _ingredients(results),
-        "unnamed": _unnamed(results),
     }
     fill(page, blocks)
     print(results.missing(cells(), _kind))
@@ -135,20 +137,28 @@ def _targets(results: Results) -> Iterator[_Claim]:
 def _corpora(results: Results) -> str:
     """Accuracies by corpus, method, view and epsilon, and those without privacy."""
     settings = list(product(("local", "sum"), (2.0, 8.0)))
-    corpora = [name for name in NAMED if name != _SKEWED]
+    corpora = [name for name in (*NAMED, *UNNAMED) if name != _SKEWED]
     rows, known = [], list[Estimate | None]()
-    for name, method in product(corpora[:-1], ("head", RECIPE, AUTO, PROBES)):
-        found = [_estimate(results, name, method, epsilon, view) for view, epsilon in settings]
+    for name, (method, encoder) in product(corpora, _SHOWN):
+        found = [_estimate(results, name, method, epsilon, view, encoder=encoder) for view, epsilon in settings]
         if any(found):
-            rows.append((name, method, *map(bare, found)))
+            rows.append((name, _with(method, encoder), *map(bare, found)))
             known += found
     headers = ("corpus", "method", *(f"{view}, epsilon {epsilon:g}" for view, epsilon in settings))
-    figures = ("accuracy", "tfidf_accuracy", "majority_accuracy")
-    outside = [[_estimate(results, name, BASELINES, None, figure=figure) for figure in figures] for name in corpora]
-    plain = [(name, *map(bare, found)) for name, found in zip(corpora, outside, strict=True) if any(found)]
-    known += [each for found in outside for each in found]
-    names = ("without privacy", "linear probe", "TF-IDF", "largest class")
-    return "\n\n".join((table(headers, rows), table(names, plain), f"{errors(known)} {_skewed(results)}"))
+    outside = []
+    for name in corpora:
+        figures = ("accuracy", "tfidf_accuracy", "majority_accuracy")
+        found = [_estimate(results, name, BASELINES, None, encoder=MPNET)]
+        found += [_estimate(results, name, BASELINES, None, figure=figure) for figure in figures]
+        if any(found):
+            outside.append((name, *map(bare, found)))
+            known += found
+    names = ("without privacy", _with("linear probe", MPNET), "linear probe", "TF-IDF", "largest class")
+    return "\n\n".join((table(headers, rows), table(names, outside), f"{errors(known)} {_skewed(results)}"))
+
+
+def _with(method: str, encoder: str) -> str:
+    return method if encoder == BUNDLED_ENCODER else f"{method}, {encoder}"
 
 
 def _skewed(results: Results) -> str:
@@ -198,11 +208,12 @@ def _end(results: Results, name: str, view: str) -> Estimate | None:
 def _many(results: Results) -> str:
     """The head alone and LoRA, by the number of records."""
     rows, known = [], list[Estimate | None]()
-    for name, view, epsilon in [(name, "sum", 8.0) for name in SIZES] + [(NAMED[-1], *each) for each in _WITH_LORA]:
+    sizes = sorted((_EVEN, *SIZES), key=lambda name: CORPORA[name].most or 0)
+    for name, view, epsilon in [(name, "sum", 8.0) for name in sizes] + [(NAMED[-1], *each) for each in _WITH_LORA]:
         head, auto = (_by_seed(results, name, method, epsilon, view) for method in ("head", AUTO))
         found = [Estimate.of(each.values()) for each in (head, auto)]
-        known += found
-        if any(found):
+        if all(found):
+            known += found
             rows.append((name, view, f"{epsilon:g}", *map(bare, found), shown(difference(auto, head), sign=True)))
     plain = {method: _estimate(results, NAMED[-1], method, None) for method in (PLAIN_LORA, PLAIN_WEIGHTS)}
     public = ", ".join(f"{method} {found.text()}" for method, found in plain.items() if found)
@@ -219,22 +230,6 @@ def _overlaps(results: Results) -> str:
         if all(found):
             rows.append((name, *(f"{each.mean:,.0f}" for each in found[:3] if each), *map(bare, found[3:])))
     return table(("corpus", "test records", "left", "training records", "within", "equal", "near"), rows)
-
-
-def _encoders(results: Results) -> str:
-    """The head's accuracy and the linear probe's without privacy, by encoder."""
-    settings = [("head", epsilon, view) for view, epsilon in product(("local", "sum"), (2.0, 8.0))]
-    rows, known = [], list[Estimate | None]()
-    for name, encoder in product(LARGER, (BUNDLED_ENCODER, MPNET)):
-        cells = [
-            UtilityCell(corpus=name, method=method, epsilon=epsilon, view=view, encoder=encoder)
-            for method, epsilon, view in (*settings, (BASELINES, None, "local"))
-        ]
-        found = [Estimate.of(results.by_seed(cell).values()) for cell in cells]
-        rows.append((name, encoder, *map(bare, found)))
-        known += found
-    headers = ("corpus", "encoder", *(f"{view}, epsilon {epsilon:g}" for _, epsilon, view in settings), "linear probe")
-    return f"{table(headers, rows)}\n\n{errors(known)}"
 
 
 def _ingredients(results: Results) -> str:
@@ -254,18 +249,6 @@ def gap_of_rule(results: Results, name: str, epsilon: float) -> Estimate | None:
     return Estimate.of([found[rule][seed] - found[best][seed] for seed in sorted(seeds)])
 
 
-def _unnamed(results: Results) -> str:
-    rows, known = [], list[Estimate | None]()
-    for name in UNNAMED:
-        found = [_estimate(results, name, "head", 8.0)]
-        for figure in ("accuracy", "tfidf_accuracy", "majority_accuracy"):
-            found.append(_estimate(results, name, BASELINES, None, figure=figure))
-        known += found
-        rows.append((name, *map(bare, found), shown(_gap_to_probe(results, name), sign=True)))
-    headers = ("corpus", "head", "probe", "TF-IDF", "largest class", "head less probe")
-    return f"{table(headers, rows)}\n\n{errors(known)}"
-
-
 def _gap_to_probe(results: Results, name: str) -> Estimate | None:
     return difference(_by_seed(results, name, "head", 8.0), _by_seed(results, name, BASELINES, None))
 
@@ -280,16 +263,21 @@ def _epsilon(epsilon: float | None) -> str:
 
 
 def _by_seed(
-    results: Results, corpus: str, method: str, epsilon: float | None, view: str = "local", *, figure: str = "accuracy"
+    results: Results,
+    corpus: str,
+    method: str,
+    epsilon: float | None,
+    view: str = "local",
+    *,
+    figure: str = "accuracy",
+    encoder: str = BUNDLED_ENCODER,
 ) -> dict[int, float]:
-    cell = UtilityCell(corpus=corpus, method=method, epsilon=epsilon, view=view)
+    cell = UtilityCell(corpus=corpus, method=method, epsilon=epsilon, view=view, encoder=encoder)
     return results.by_seed(cell, figure=figure)
 
 
-def _estimate(
-    results: Results, corpus: str, method: str, epsilon: float | None, view: str = "local", *, figure: str = "accuracy"
-) -> Estimate | None:
-    return Estimate.of(_by_seed(results, corpus, method, epsilon, view, figure=figure).values())
+def _estimate(*which: Any, **more: Any) -> Estimate | None:
+    return Estimate.of(_by_seed(*which, **more).values())
 
 
 def main() -> None:
