@@ -39,7 +39,8 @@ def make_coordinator(folder: Path) -> Coordinator:
 def make_node(folder: Path, coordinator: Coordinator, client: int, **settings: object) -> Node:
     """A node that the coordinator has invited and admitted; it reaches it by file."""
     asked = {"name": f"Clinic {client}", "partition_id": client, "superlink": coordinator.address}
-    invitation = joining.Invitation(**asked, ca=coordinator.ca_certificate.read_text())
+    public = {"ca": coordinator.ca_certificate.read_text(), "key": keys.public_line(coordinator.key)}
+    invitation = joining.Invitation(**asked, **public)
     (coordinator.invitations / f"{client}.toml").write_text(joining.text(invitation, "for a test"))
     node = node_folder.make(folder, invitation, **settings).node
     with node.approved.open("a") as file:
