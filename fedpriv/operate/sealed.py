@@ -50,7 +50,7 @@ class Sealed:
     signature: bytes = field(repr=False)
 
     def opened(self, reader: Private, writer: Public) -> bytes:
-        """What the writer has sealed for the reader.
+        """The content that the writer has sealed for the reader.
 
         Raises:
             InputError: the writer did not sign it, or it is sealed for another reader.

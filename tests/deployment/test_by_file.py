@@ -183,7 +183,7 @@ def test_a_lost_stick_costs_the_round_that_node_alone(site, config, tmp_path):
     courier = carry_out(site, dataclasses.replace(config, min_clients=2), tmp_path, loses=lost)
     rows = pd.read_csv(tmp_path / "run" / "clients.csv").query(f"client == {CARRIED}")
     assert [*zip(rows["round"], rows.status, strict=True)] == [(1, "failed"), (2, "ok")]
-    assert "no answer by file" in rows.detail.iloc[0]
+    assert "no answer came by file" in rows.detail.iloc[0]
     assert [line for line in courier.lines if "goes on" in line] == ["the run goes on without Clinic 2 (2), request 2"]
 
 
