@@ -139,9 +139,9 @@ def init(
         if labels is None and plan is not None and labelled:
             labels = ",".join(plan.labels) or None
         if labels is None and labelled:
-            labels = _asked("labels", "Labels a,b,c, in the order that all holders agreed on")
-        if budget_epsilon is None and (answer := _asked("budget-epsilon", "Epsilon that all runs together may spend")):
-            budget_epsilon = _number("budget-epsilon", answer)
+            labels = joining.asked("labels", "Labels a,b,c, in the order that all holders agreed on")
+        if budget_epsilon is None:
+            budget_epsilon = joining.number_asked("budget-epsilon", "Epsilon that all runs together may spend")
         own |= {"person_column": person_column, "max_records_per_person": max_records_per_person}
         own |= {"separator": separator, "encoding": encoding, "table_checks": table_checks}
         own |= {"labels": _names(labels), "data": data.expanduser().absolute()}
@@ -167,24 +167,6 @@ def init(
     if plan is not None and plan.secure_aggregation and made.node.vault.budget_view == "local":
         typer.echo("note: the planned run adds up under masks, but the budget counts uploads; see --budget-view")
     joining.tell(made, shlex.quote(str(dir_)), approves=approve_)
-
-
-def _asked(option: str, question: str) -> str:
-    """The answer of the person at the terminal.
-
-    Raises:
-        InputError: nobody does.
-    """
-    if not sys.stdin.isatty():
-        raise InputError(f"--{option}: is required with --data")
-    return str(typer.prompt(question))
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"--{option} = {text!r}: must be a number") from None
 
 
 def _names(text: str | None) -> tuple[str, ...]:

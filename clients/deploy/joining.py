@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import typer
@@ -11,6 +12,7 @@ from clients.deploy import admission
 from clients.deploy.folder import Made, Node
 from fedpriv.apps import FLOWER_APP
 from fedpriv.config import RunConfig
+from fedpriv.errors import InputError
 from fedpriv.files import software
 from fedpriv.operate import approvals, joining
 from fedpriv.operate.command_line import compare
@@ -22,6 +24,26 @@ from fedpriv.privacy.mechanisms.registry import MECHANISMS
 
 # Records, of which no cost depends where q is given.
 _MANY = 10_000
+
+
+def asked(option: str, question: str) -> str:
+    """The answer of the person at the terminal.
+
+    Raises:
+        InputError: nobody does.
+    """
+    if not sys.stdin.isatty():
+        raise InputError(f"--{option}: is required with --data")
+    return str(typer.prompt(question))
+
+
+def number_asked(option: str, question: str) -> float:
+    """The number that the person at the terminal answers."""
+    text = asked(option, question)
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--{option} = {text!r}: must be a number") from None
 
 
 def take(path: Path, fingerprint: str | None) -> Invitation:
