@@ -27,25 +27,21 @@ VIEWS, KEY, RATES = ("local", "rho", "aggregate"), ("run", "client", "round", "r
 CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
 WEIGHTS = {"uniform": (0.0,), "records": (1.0,), "root-records": (1.5,), "auto": (0.0, 1.0, 1.5)}
 Object = dict[str, Any]
-# Noise on a sum: the probability q that a record is drawn anywhere, the noise z over all that it can move the sum by,
-# and of each of its holders the share in that, and the probability that it is drawn there.
+# Noise on a sum: probability that one is drawn, noise over all that it can move, each holder's share, and probability
 Seen = namedtuple("Seen", "unit q z moves drawn")
 Events = tuple[tuple[Seen, int], ...]  # each different release, and how many of it there were
 as_text = json.JSONEncoder(sort_keys=True).encode  # whose bytes are signed and hashed
 NUMBER, INSIDE = r"\d+(\.\d+)?(e[+-]\d+)?", r"0\.\d*[1-9]\d*|[1-9](\.\d+)?e-\d+"  # from 0 on; between 0 and 1
 WRITTEN = rf"""(?x)(data_set|client|run|request|event|note|noise_source|reply|reason|signer|signature)=(".*"|null)
-    |(digest|previous|replaces)="[0-9a-f]{{64}}" |time="\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
-    |phase="(registered|changed|charged|released|adopted|recovered|bounded|permitted|withdrawn)"
-    |kind="subsampled_gaussian" |version=1 |(number|num_records|count|order)=([1-9]\d{{0,14}}|null)
-    |(counter|round|num_readers)=(\d{{1,15}}|null) |aggregate_scale=([1-9]\d*(\.\d+)?(e\+\d+)?|null)
-    |(delta|rho_bar)=({INSIDE}|null) |rho_bar=1\.0 |sampling_probability=({INSIDE}|[01](\.0)?)
-    |(noise_multiplier|epsilon)={NUMBER} |budget=\[{NUMBER},\s"(local|aggregate)"\] |events=\[.*\]
+    |(digest|previous|replaces)="[0-9a-f]{{64}}"|time="\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"|events=\[.*\]
+    |phase="(registered|changed|charged|released|adopted|recovered|bounded|permitted|withdrawn)"|version=1|rho_bar=1\.0
+    |kind="subsampled_gaussian"|(number|num_records|count|order)=([1-9]\d{{0,14}}|null)|(delta|rho_bar)=({INSIDE}|null)
+    |(counter|round|num_readers)=(\d{{1,15}}|null)|aggregate_scale=([1-9]\d*(\.\d+)?(e\+\d+)?|null)
+    |sampling_probability=({INSIDE}|[01](\.0)?)|(noise_multiplier|epsilon)={NUMBER}|budget=\[{NUMBER},\s"(local|aggregate)"\]
     |unit="(record|person|client)"|rule="(renyi|gaussian|plan)"|other_holders=\[(\[{NUMBER},\s({INSIDE}|[01]\.0)\](,\s)?)*]"""
 
 
-class Findings(list[str]):
-    """The lines of the output."""
-
+class Findings(list[str]):  # the lines of the output
     def check(self, holds: bool | None, claim: str, found: object = "it is not so") -> None:
         """Say whether a claim was confirmed, and what was found instead; None leaves it to the reader."""
         says = {True: "confirmed", False: "NOT CONFIRMED", None: "left to you"}[holds]
@@ -76,7 +72,15 @@ def check_part(part: str, files: dict[str, bytes], kept: str | None, to: Finding
     entries, receipts = ([*map(to.parsed, files[f"{part}/{n}.jsonl"].splitlines())] for n in ("entries", "receipts"))
     for name, digest in about["policy"].items():
         to.check(sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
-    check_chain(entries, about["head"], kept, to)
+    digests = ["0" * 64]  # of every entry with that of the one before
+    for e in entries:
+        link = as_text([digests[-1], {key: e[key] for key in e if key != "digest"}])
+        digests.append(sha256(link.encode()).hexdigest())
+    for number in [n for n, e in enumerate(entries, 1) if (e["number"], e["digest"]) != (n, digests[n])][:1]:
+        to.check(False, f"entry {number} follows the one before", "one was changed, moved or lost")
+    head, last = about["head"], {"number": len(entries), "digest": digests[-1]}
+    to.check(head == last, f"the chain of {len(entries)} entries ends at its head {digests[-1]}", head)
+    to.check(kept in digests[1:] if kept else None, f"the chain holds the entry {kept or 'you kept (--head)'}")
     check_sums([*map(json.loads, files[f"{part}/inclusions.jsonl"].splitlines())], about, entries, to)
     spent, rows, printed = spent_of(entries, to), {row["data_set"]: row for row in shown["data_sets"]}, shown["printed"]
     receipts += [to.parsed(each["receipt"]) for each in registrations.values() if each.get("receipt")]
@@ -95,23 +99,11 @@ def check_part(part: str, files: dict[str, bytes], kept: str | None, to: Finding
         to.check(signed, f"its registration is signed by {identity or 'nobody, as in a simulation'}")
     for row in rows.values():
         check_data_set(row, entries, spent[row["data_set"]], to)
+        check_rules(row, entries, spent[row["data_set"]], to)
     if printed:
         check_printed(printed, {c: spent[each["data_set"]] for c, each in registrations.items()}, to)
     if any(entry["noise_source"] == "seeded" for entry in entries):
         to.check(None, "some noise came from a seeded generator: who knows the seed can remove it")
-
-
-def check_chain(entries: list[Object], head: Object, kept: str | None, to: Findings) -> None:
-    """Compute the digest of every entry from that of the one before, up to the head."""
-    digests = ["0" * 64]
-    for number, entry in enumerate(entries, start=1):
-        text = as_text([digests[-1], {key: entry[key] for key in entry if key != "digest"}])
-        digests.append(sha256(text.encode()).hexdigest())
-        if (entry["number"], entry["digest"]) != (number, digests[-1]):
-            return to.check(False, f"entry {number} follows the one before", "one was changed, moved or lost")
-    last = {"number": len(entries), "digest": digests[-1]}
-    to.check(head == last, f"the chain of {len(entries)} entries ends at its head {digests[-1]}", head)
-    return to.check(kept in digests[1:] if kept else None, f"the chain holds the entry {kept or 'you kept (--head)'}")
 
 
 def spent_of(entries: list[Object], to: Findings) -> dict[str, list[Object]]:
@@ -119,18 +111,17 @@ def spent_of(entries: list[Object], to: Findings) -> dict[str, list[Object]]:
     ends = {tuple(e[key] for key in KEY): e for e in entries if e["phase"] == "released"}
     found: defaultdict[str, list[Object]] = defaultdict(list)
     for e in (e for e in entries if e["phase"] in ("charged", "recovered")):
-        end = ends.get(tuple(e[key] for key in KEY), e)  # of which a node signs nothing
-        scales = e["aggregate_scale"], end["aggregate_scale"]
-        said = {"num_readers": 0, **to.parsed(e["note"] or "{}"), **e, "event": to.parsed(e["event"] or "{}")}
+        end = ends.get(tuple(e[key] for key in KEY), e)
+        scales = e["aggregate_scale"], end["aggregate_scale"]  # a node signs the first alone
         views = {"local": 1.0, "rho": end["rho_bar"], "aggregate": None if None in scales else min(scales)}
-        found[e["data_set"]].append(said | views)
+        note, event = (to.parsed(e[key] or "{}") for key in ("note", "event"))
+        found[e["data_set"]].append({"num_readers": 0, **note, **e, **views, "event": event})
     return found
 
 
 def check_receipts(spent: Object, receipts: list[Object], identities: Object, to: Findings) -> None:
     """Check that each data set's receipts are one chain under its node's key, with a charge for each."""
-    links: defaultdict[str, dict[tuple[int, str], Object]] = defaultdict(dict)
-    keys: defaultdict[str, set[str]] = defaultdict(set)  # that have signed a link; empty for a wrong signature
+    links, keys = defaultdict[str, dict[tuple[int, str], Object]](dict), defaultdict[str, set[str]](set)
     for receipt in receipts:
         link = {key: receipt[key] for key in receipt.keys() - {"signer", "signature"}} | {"purpose": "fedpriv charge 1"}
         digest, signer = sha256(as_text(link).encode()).hexdigest(), receipt["signer"]
@@ -166,18 +157,18 @@ def check_sums(sums: list[Object], about: Object, entries: list[Object], to: Fin
     known: defaultdict[Any, set[Any]] = defaultdict(set)  # the replies of a client's round, and its registered sizes
     for e in entries:
         known[e["run"], e["round"], e["client"]] |= {e["reply"] or e["num_records"]} - {None}
-    powers = WEIGHTS[about["schedule"].get("client_weights", "auto")]
+    by, powers = about["coordinator"], WEIGHTS[about["schedule"].get("client_weights", "auto")]
     for each in sums:
         said, leaves = {**each["record"], "purpose": "fedpriv round 1"}, list[Object]()
         top, name = top_of(each["tree"], leaves), f"round {said['round']} of run {said['run']}"
-        is_own = is_signed(about["coordinator"], said, said.pop("signature"))
-        is_own &= top == [said[key] for key in ("root", "included", "weight")] and len(leaves) in (1, said["positions"])
-        to.check(is_own, f"{name}: its sum of {said['included']} is signed by {about['coordinator']}", top)
-        for place, leaf in enumerate(leaves):
-            at = str(leaf["position"] if len(leaves) == 1 else place)
-            replies, sizes = known[said["run"], said["round"], at], known[None, None, at]
+        own = top == [said[key] for key in ("root", "included", "weight")] and len(leaves) in (1, said["positions"])
+        to.check(
+            is_signed(by, said, said.pop("signature")) and own, f"{name}: its sum of {top[1]} is signed by {by}", top
+        )
+        for at, leaf in enumerate(leaves, leaves[0]["position"] if len(leaves) == 1 else 0):
+            replies, sizes = known[said["run"], said["round"], str(at)], known[None, None, str(at)]
             may_lack = not (replies and said["included"]) or len(leaves) == 1  # a node's reply may have come late
-            fits = str(leaf["position"]) == at and (leaf["reply"] in replies or (leaf["reason"] and may_lack))
+            fits = str(leaf["position"]) == str(at) and (leaf["reply"] in replies or (leaf["reason"] and may_lack))
             weights = [size**power for size in sizes for power in powers] if leaf["reply"] else [0.0]
             if not (fits and any(math.isclose(leaf["weight"], weight) for weight in weights)):
                 to.check(False, f"{name}: position {at} has its reply in the sum, as agreed, or a reason why not", leaf)
@@ -313,24 +304,6 @@ def check_data_set(row: Object, entries: list[Object], releases: list[Object], t
         for kind, printed in (("pld", row[f"epsilon_{on}"]), ("rdp", row["rdp"][on])):
             epsilon = epsilon_of(seen_by(on, releases), delta, kind, printed)
             to.compare(f"{name}: epsilon_{on} at delta {delta:g} by {kind}", printed, epsilon, kind)
-    rules = [to.parsed(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
-    last: Object = rules[-1] if rules else {"rule": "none"}
-    rules, order, kind = [rule for rule in rules if rule["rule"] == last["rule"]], last.get("order", 0), last["rule"]
-    slots = [seen_by("local", [{"event": event} for event in rule.get("events", ())]) for rule in rules]
-    if row["budget"]:
-        check_budget(row, releases, rules, slots, order, to)
-    events = seen_by(view, releases)
-    if kind == "plan":
-        events = tuple(itertools.chain(*slots))
-        to.check(have_slots(slots, releases, view), f"{name}: each release has a slot in its plans")
-    if kind == "gaussian":  # which counts no sampling
-        events = tuple((event._replace(q=1.0, drawn=(1.0,)), count) for event, count in events)
-    delta *= FOR_RELEASES if rules else 1.0
-    noted = [e for e, on in (rule.get("budget", (0, "")) for rule in rules) if on in ("local", view)]
-    for epsilon in noted or [row["budget"]["epsilon"] for _ in rules[:1] if row["budget"] and in_runs and not slots[0]]:
-        if (left := divergence_at(order, epsilon, delta) - cost_of(events, order)) > 0:  # which could be released too
-            events += ((Seen(facts["unit"], 1.0, math.sqrt((order or 2) / (2 * left)), (1.0,), (1.0,)), 1),)
-    check_risk(f"{name}: on the {view} view, by the rule {last['rule']}", row, events, delta, order, False, to)
 
 
 def check_printed(printed: Object, spent: dict[str, list[Object]], to: Findings) -> None:
@@ -342,7 +315,7 @@ def check_printed(printed: Object, spent: dict[str, list[Object]], to: Findings)
         spent = {**spent, name: max(sums, key=lambda each: epsilon_of(seen_by(view, each), delta, "rdp"))}
         clients = [*clients, {**printed, **{k: printed[f"{k}_max"] for k in keys}, "client": name, "delta": delta}]
     worst_of: list[Object] = clients if holders == 1 else clients[-1:]
-    risky = [client for client in worst_of if client["tpr_at_fpr"]]
+    risky = [c | {rate: c["tpr_at_fpr"][rate] for rate in RATES} for c in worst_of if c["tpr_at_fpr"]]
     are_many = len({(seen_by(view, spent[str(client["client"])]), client["delta"]) for client in risky}) > MANY_CLIENTS
     for who, client in ((str(client["client"]), client) for client in clients):
         releases, delta, name = spent[who], client["delta"], f"client {who} in the run's summary"
@@ -357,44 +330,52 @@ def check_printed(printed: Object, spent: dict[str, list[Object]], to: Findings)
         if client["tpr_at_fpr"]:
             check_risk(f"{name}: on the {view} view", client, seen_by(view, releases), delta, 0, are_many, to)
     figures = {"delta_max": [c["delta"] for c in clients]} | {f"{key}_max": [c[key] for c in worst_of] for key in keys}
-    figures |= {key: [client[key] for client in risky] for key in ("mu", "advantage") if risky}
-    figures |= {rate: [client["tpr_at_fpr"][rate] for client in risky] for rate in RATES if risky}
+    figures |= {key: [client[key] for client in risky] for key in ("mu", "advantage", *RATES) if risky}
     for key, values in figures.items():
         worst, place = None if None in values else max(values), printed["tpr_at_fpr"] if key in RATES else printed
-        stated = (place or {}).get(key)
-        to.check(stated == worst, f"{key} {stated} is that of the worst client", worst)
-    for most, budget in zip(figures.get(f"epsilon_{view}_max", []), itertools.cycle(printed["budget_epsilon"])):
+        to.check(place[key] == worst, f"{key} {place[key]} is that of the worst client", worst)
+    for most, budget in zip(figures[f"epsilon_{view}_max"], itertools.cycle(printed["budget_epsilon"])):
         to.check(most is not None and most <= budget * (1 + 1e-9), f"the {view} budget of {budget:g} is kept", most)
 
 
-def check_budget(row: Object, releases: list[Object], rules: Any, slots: Any, order: int, to: Findings) -> None:
-    """Compute the share of a budget that is used, by the rule that the ledger names."""
-    name, budget, delta = f"data set {row['data_set']}", row["budget"], row["delta"] * FOR_RELEASES
-    view, epsilon, kind = budget["view"], budget["epsilon"], rules[-1]["rule"] if rules else "none"
-    limit = divergence_at(order, epsilon, delta) if kind in ("renyi", "gaussian") else 0.0
-    used = cost_of(seen_by(view, releases), order)
-    if kind == "plan":
-        for p, events in zip(rules, slots, strict=True):
-            to.compare(f"{name}: epsilon of a plan", e := p["epsilon"], epsilon_of(events, p["delta"], "pld", e), "pld")
-        total = [math.fsum(plan[key] for plan in rules) for key in ("epsilon", "delta")]
-        to.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
-        used, limit = sum(r["event"]["count"] for r in releases), sum(n for events in slots for _, n in events)
-    share = used / limit if limit > 0 else math.inf if releases else 0.0
-    to.compare(f"{name}: share of {view} epsilon {epsilon:g} used, by the rule {kind},", budget["used"], share, "rdp")
-    kept = share <= 1 + 1e-9 and budget["left"] == max(0.0, 1 - budget["used"])
-    to.check(kept, f"{name}: its budget is kept, and {budget['left']:.6g} of it is left", f"{share:.6%} of it is used")
-
-
-def have_slots(plans: list[Events], releases: list[Object], view: str) -> bool:
-    """Whether each release finds a slot if it takes the first that dominates it, of those that protect most."""
-    slots = [slot for plan in plans for slot in sorted(plan, key=lambda slot: (slot[0].q, -slot[0].z))]
-    for event, missing in (event for release in releases for event in seen_by(view, [release])):
-        for i, (slot, free) in enumerate(slots):
-            if (event.unit, event.moves) == (slot.unit, slot.moves) and event.z >= slot.z and event.q <= slot.q:
-                slots[i], missing = (slot, free - min(free, missing)), missing - min(free, missing)
-        if missing:
-            return False
-    return True
+def check_rules(row: Object, entries: list[Object], releases: list[Object], to: Findings) -> None:
+    """Check how much of a budget and of its plans is used, by the rule that the ledger names, and the risk under it."""
+    name, budget, view = f"data set {row['data_set']}", row["budget"], VIEWS[2 * (row["view"] == "aggregate")]
+    rules = [to.parsed(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
+    last: Object = rules[-1] if rules else {"rule": "none"}
+    rules, order, kind = [rule for rule in rules if rule["rule"] == last["rule"]], last.get("order", 0), last["rule"]
+    slots = [seen_by("local", [{"event": event} for event in rule.get("events", ())]) for rule in rules]
+    delta, events = row["delta"] * (FOR_RELEASES if rules else 1.0), seen_by(view, releases)
+    if kind == "plan":  # each release takes the first slots that dominate it, of those that protect most
+        free = [slot for plan in slots for slot in sorted(plan, key=lambda slot: (slot[0].q, -slot[0].z))]
+        lacking, events = 0, tuple(itertools.chain(*slots))
+        for event, missing in (event for release in releases for event in seen_by(view, [release])):
+            for i, (slot, num) in enumerate(free):
+                if (event.unit, event.moves) == (slot.unit, slot.moves) and event.z >= slot.z and event.q <= slot.q:
+                    free[i], missing = (slot, num - min(num, missing)), missing - min(num, missing)
+            lacking += missing
+        to.check(not lacking, f"{name}: each release has a slot in its plans", f"{lacking} have none")
+    if kind == "gaussian":  # which counts no sampling
+        events = tuple((event._replace(q=1.0, drawn=(1.0,)), count) for event, count in events)
+    if budget:
+        used, epsilon = cost_of(seen_by(budget["view"], releases), order), budget["epsilon"]
+        limit = divergence_at(order, epsilon, delta) if kind in ("renyi", "gaussian") else 0.0
+        if kind == "plan":
+            for p, plan in zip(rules, slots, strict=True):
+                to.compare(f"{name}: plan's epsilon", e := p["epsilon"], epsilon_of(plan, p["delta"], "pld", e), "pld")
+            total = [math.fsum(plan[key] for plan in rules) for key in ("epsilon", "delta")]
+            to.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
+            used, limit = math.fsum(r["event"]["count"] for r in releases), math.fsum(n for _, n in events)
+        share = used / limit if limit > 0 else math.inf if releases else 0.0
+        claim = f"{name}: share of {budget['view']} epsilon {epsilon:g} used, by the rule {kind},"
+        to.compare(claim, budget["used"], share, "rdp")
+        kept = share <= 1 + 1e-9 and budget["left"] == max(0.0, 1 - budget["used"])
+        to.check(kept, f"{name}: its budget is kept, {budget['left']:.6g} of it is left", f"{share:.6%} of it is used")
+    noted = [e for e, on in (rule.get("budget", (0, "")) for rule in rules) if on in ("local", view)]
+    for epsilon in noted or [budget["epsilon"] for _ in rules[:1] if budget and row["rounds"] and not slots[0]]:
+        if (left := divergence_at(order, epsilon, delta) - cost_of(events, order)) > 0:  # which could be released too
+            events += ((Seen(row["unit"], 1.0, math.sqrt((order or 2) / (2 * left)), (1.0,), (1.0,)), 1),)
+    check_risk(f"{name}: on the {view} view, by the rule {last['rule']}", row, events, delta, order, False, to)
 
 
 def main() -> int:
