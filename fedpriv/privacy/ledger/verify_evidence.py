@@ -74,8 +74,7 @@ def check_part(part: str, files: dict[str, bytes], kept: str | None, to: Finding
         to.check(sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
     digests = ["0" * 64]  # of every entry with that of the one before
     for e in entries:
-        link = as_text([digests[-1], {key: e[key] for key in e if key != "digest"}])
-        digests.append(sha256(link.encode()).hexdigest())
+        digests.append(sha256(as_text([digests[-1], {k: e[k] for k in e if k != "digest"}]).encode()).hexdigest())
     for number in [n for n, e in enumerate(entries, 1) if (e["number"], e["digest"]) != (n, digests[n])][:1]:
         to.check(False, f"entry {number} follows the one before", "one was changed, moved or lost")
     head, last = about["head"], {"number": len(entries), "digest": digests[-1]}
@@ -99,7 +98,6 @@ def check_part(part: str, files: dict[str, bytes], kept: str | None, to: Finding
         to.check(signed, f"its registration is signed by {identity or 'nobody, as in a simulation'}")
     for row in rows.values():
         check_data_set(row, entries, spent[row["data_set"]], to)
-        check_rules(row, entries, spent[row["data_set"]], to)
     if printed:
         check_printed(printed, {c: spent[each["data_set"]] for c, each in registrations.items()}, to)
     if any(entry["noise_source"] == "seeded" for entry in entries):
@@ -111,10 +109,9 @@ def spent_of(entries: list[Object], to: Findings) -> dict[str, list[Object]]:
     ends = {tuple(e[key] for key in KEY): e for e in entries if e["phase"] == "released"}
     found: defaultdict[str, list[Object]] = defaultdict(list)
     for e in (e for e in entries if e["phase"] in ("charged", "recovered")):
-        end = ends.get(tuple(e[key] for key in KEY), e)
+        end, note, event = ends.get(tuple(map(e.get, KEY)), e), *(to.parsed(e[k] or "{}") for k in ("note", "event"))
         scales = e["aggregate_scale"], end["aggregate_scale"]  # a node signs the first alone
         views = {"local": 1.0, "rho": end["rho_bar"], "aggregate": None if None in scales else min(scales)}
-        note, event = (to.parsed(e[key] or "{}") for key in ("note", "event"))
         found[e["data_set"]].append({"num_readers": 0, **note, **e, **views, "event": event})
     return found
 
@@ -130,7 +127,7 @@ def check_receipts(spent: Object, receipts: list[Object], identities: Object, to
     for data_set in sorted({*spent, *links}):
         chain, last, name = sorted(links[data_set].items()), "0" * 64, f"data set {data_set}"
         for number, ((counter, digest), each) in enumerate(chain):
-            if (counter, each["previous"]) != (number, last) or "" in keys[digest]:
+            if (counter, each["previous"]) != (number, last) or "" in keys[digest]:  # "": signed wrongly
                 to.check(False, f"receipt {counter} of {name} is signed, and here once, after number {number - 1}")
             last = digest
         both = spent.get(data_set, ()), [link for _, link in chain[1:]]
@@ -158,22 +155,20 @@ def check_sums(sums: list[Object], about: Object, entries: list[Object], to: Fin
     for e in entries:
         known[e["run"], e["round"], e["client"]] |= {e["reply"] or e["num_records"]} - {None}
     by, powers = about["coordinator"], WEIGHTS[about["schedule"].get("client_weights", "auto")]
-    for each in sums:
-        said, leaves = {**each["record"], "purpose": "fedpriv round 1"}, list[Object]()
-        top, name = top_of(each["tree"], leaves), f"round {said['round']} of run {said['run']}"
+    for s in sums:
+        said, leaves = {**s["record"], "purpose": "fedpriv round 1"}, list[Object]()
+        top, run, seal = top_of(s["tree"], leaves), f"round {said['round']} of run {said['run']}", said.pop("signature")
         own = top == [said[key] for key in ("root", "included", "weight")] and len(leaves) in (1, said["positions"])
-        to.check(
-            is_signed(by, said, said.pop("signature")) and own, f"{name}: its sum of {top[1]} is signed by {by}", top
-        )
+        to.check(own and is_signed(by, said, seal), f"{run}: its sum of {said['included']} is signed by {by}", top)
         for at, leaf in enumerate(leaves, leaves[0]["position"] if len(leaves) == 1 else 0):
             replies, sizes = known[said["run"], said["round"], str(at)], known[None, None, str(at)]
             may_lack = not (replies and said["included"]) or len(leaves) == 1  # a node's reply may have come late
             fits = str(leaf["position"]) == str(at) and (leaf["reply"] in replies or (leaf["reason"] and may_lack))
             weights = [size**power for size in sizes for power in powers] if leaf["reply"] else [0.0]
             if not (fits and any(math.isclose(leaf["weight"], weight) for weight in weights)):
-                to.check(False, f"{name}: position {at} has its reply in the sum, as agreed, or a reason why not", leaf)
+                to.check(False, f"{run}: position {at} has its reply in the sum, as agreed, or a reason why not", leaf)
             elif leaf["reason"] not in ("", "not asked"):
-                to.check(None, f"{name}: position {at} is not in the sum: {leaf['reason']}")
+                to.check(None, f"{run}: position {at} is not in the sum: {leaf['reason']}")
 
 
 def is_signed(signer: str, content: Object, signature: str) -> bool:
@@ -272,9 +267,8 @@ def found_at(cost: float, order: int, deltas: Any, ratio: Any, x: Any) -> Any:
     if not order:
         return stats.norm.cdf(stats.norm.ppf(x) + math.sqrt(cost))
     low, high = x, np.ones_like(x)
-    for _ in range(52):
-        y = np.sqrt(low) * np.sqrt(high)  # a share may be smaller than any difference of floats near 1
-        coins = np.log([x, 1 - x]), np.log([y, 1 - y])
+    for _ in range(52):  # by geometric means, as a share may be smaller than any difference of floats near 1
+        coins = np.log([x, 1 - x]), np.log([y := np.sqrt(low) * np.sqrt(high), 1 - y])
         fits = [np.logaddexp.reduce(order * p + (1 - order) * q) <= (order - 1) * cost for p, q in (coins, coins[::-1])]
         low, high = np.where(np.all(fits, axis=0), (y, high), (low, y))
     return high
@@ -304,6 +298,7 @@ def check_data_set(row: Object, entries: list[Object], releases: list[Object], t
         for kind, printed in (("pld", row[f"epsilon_{on}"]), ("rdp", row["rdp"][on])):
             epsilon = epsilon_of(seen_by(on, releases), delta, kind, printed)
             to.compare(f"{name}: epsilon_{on} at delta {delta:g} by {kind}", printed, epsilon, kind)
+    check_rules(name, view, row, entries, releases, to)
 
 
 def check_printed(printed: Object, spent: dict[str, list[Object]], to: Findings) -> None:
@@ -338,9 +333,8 @@ def check_printed(printed: Object, spent: dict[str, list[Object]], to: Findings)
         to.check(most is not None and most <= budget * (1 + 1e-9), f"the {view} budget of {budget:g} is kept", most)
 
 
-def check_rules(row: Object, entries: list[Object], releases: list[Object], to: Findings) -> None:
+def check_rules(name: str, view: str, row: Object, entries: list[Object], releases: list[Object], to: Findings) -> None:
     """Check how much of a budget and of its plans is used, by the rule that the ledger names, and the risk under it."""
-    name, budget, view = f"data set {row['data_set']}", row["budget"], VIEWS[2 * (row["view"] == "aggregate")]
     rules = [to.parsed(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
     last: Object = rules[-1] if rules else {"rule": "none"}
     rules, order, kind = [rule for rule in rules if rule["rule"] == last["rule"]], last.get("order", 0), last["rule"]
@@ -355,22 +349,20 @@ def check_rules(row: Object, entries: list[Object], releases: list[Object], to: 
                     free[i], missing = (slot, num - min(num, missing)), missing - min(num, missing)
             lacking += missing
         to.check(not lacking, f"{name}: each release has a slot in its plans", f"{lacking} have none")
-    if kind == "gaussian":  # which counts no sampling
-        events = tuple((event._replace(q=1.0, drawn=(1.0,)), count) for event, count in events)
-    if budget:
-        used, epsilon = cost_of(seen_by(budget["view"], releases), order), budget["epsilon"]
+    events = tuple((e._replace(q=1.0, drawn=(1.0,)) if kind == "gaussian" else e, n) for e, n in events)  # no sampling
+    if budget := row["budget"]:
+        used, on, epsilon = cost_of(seen_by(budget["view"], releases), order), budget["view"], budget["epsilon"]
         limit = divergence_at(order, epsilon, delta) if kind in ("renyi", "gaussian") else 0.0
         if kind == "plan":
-            for p, plan in zip(rules, slots, strict=True):
-                to.compare(f"{name}: plan's epsilon", e := p["epsilon"], epsilon_of(plan, p["delta"], "pld", e), "pld")
+            for p, s in zip(rules, slots, strict=True):
+                to.compare(f"{name}: a plan's epsilon", e := p["epsilon"], epsilon_of(s, p["delta"], "pld", e), "pld")
             total = [math.fsum(plan[key] for plan in rules) for key in ("epsilon", "delta")]
             to.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
             used, limit = math.fsum(r["event"]["count"] for r in releases), math.fsum(n for _, n in events)
         share = used / limit if limit > 0 else math.inf if releases else 0.0
-        claim = f"{name}: share of {budget['view']} epsilon {epsilon:g} used, by the rule {kind},"
-        to.compare(claim, budget["used"], share, "rdp")
+        to.compare(f"{name}: share of {on} epsilon {epsilon:g} used, by the rule {kind},", budget["used"], share, "rdp")
         kept = share <= 1 + 1e-9 and budget["left"] == max(0.0, 1 - budget["used"])
-        to.check(kept, f"{name}: its budget is kept, {budget['left']:.6g} of it is left", f"{share:.6%} of it is used")
+        to.check(kept, f"{name}: its budget is kept; {budget['left']:.6g} of it is left", f"{share:.6%} of it is used")
     noted = [e for e, on in (rule.get("budget", (0, "")) for rule in rules) if on in ("local", view)]
     for epsilon in noted or [budget["epsilon"] for _ in rules[:1] if budget and row["rounds"] and not slots[0]]:
         if (left := divergence_at(order, epsilon, delta) - cost_of(events, order)) > 0:  # which could be released too
