@@ -3,16 +3,15 @@
 import argparse
 import base64
 import functools
-import hashlib
 import itertools
 import json
 import logging
 import math
 import re
 import zipfile
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict, namedtuple
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
@@ -27,32 +26,31 @@ LEAST_NOISE, MOST_NOISE, FOR_RELEASES = 1e-6, 1e6, 1 - 1e-9  # less is none, mor
 VIEWS, KEY, RATES = ("local", "rho", "aggregate"), ("run", "client", "round", "request"), ("0.001", "0.01", "0.05")
 CHARGE = ("data_set", "run", "round", "event", "aggregate_scale", "noise_source", "other_holders")
 WEIGHTS = {"uniform": (0.0,), "records": (1.0,), "root-records": (1.5,), "auto": (0.0, 1.0, 1.5)}
-Object = Mapping[str, Any]
-Events = tuple[tuple["Seen", int], ...]  # each different release, and how many of it there were
+Object = dict[str, Any]
+# Noise on a sum: probability that one is drawn, noise over all that it can move, each holder's share, and probability
+Seen = namedtuple("Seen", "unit q z moves drawn")
+Events = tuple[tuple[Seen, int], ...]  # each different release, and how many of it there were
+as_text = json.JSONEncoder(sort_keys=True).encode  # whose bytes are signed and hashed
 NUMBER, INSIDE = r"\d+(\.\d+)?(e[+-]\d+)?", r"0\.\d*[1-9]\d*|[1-9](\.\d+)?e-\d+"  # from 0 on; between 0 and 1
 WRITTEN = rf"""(?x)(data_set|client|run|request|event|note|noise_source|reply|reason|signer|signature)=(".*"|null)
-    |(digest|previous|replaces)="[0-9a-f]{{64}}" |time="\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
-    |phase="(registered|changed|charged|released|adopted|recovered|bounded|permitted|withdrawn)"
-    |kind="subsampled_gaussian" |version=1 |(number|num_records|count|order)=([1-9]\d{{0,14}}|null)
-    |(counter|round|num_readers)=(\d{{1,15}}|null) |aggregate_scale=([1-9]\d*(\.\d+)?(e\+\d+)?|null)
-    |(delta|rho_bar)=({INSIDE}|null) |rho_bar=1\.0 |sampling_probability=({INSIDE}|[01](\.0)?)
-    |(noise_multiplier|epsilon)={NUMBER} |budget=\[{NUMBER},\s"(local|aggregate)"\] |events=\[.*\]
+    |(digest|previous|replaces)="[0-9a-f]{{64}}"|time="\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"|events=\[.*\]
+    |phase="(registered|changed|charged|released|adopted|recovered|bounded|permitted|withdrawn)"|version=1|rho_bar=1\.0
+    |kind="subsampled_gaussian"|(number|num_records|count|order)=([1-9]\d{{0,14}}|null)|(delta|rho_bar)=({INSIDE}|null)
+    |(counter|round|num_readers)=(\d{{1,15}}|null)|aggregate_scale=([1-9]\d*(\.\d+)?(e\+\d+)?|null)
+    |sampling_probability=({INSIDE}|[01](\.0)?)|(noise_multiplier|epsilon)={NUMBER}|budget=\[{NUMBER},\s"(local|aggregate)"\]
     |unit="(record|person|client)"|rule="(renyi|gaussian|plan)"|other_holders=\[(\[{NUMBER},\s({INSIDE}|[01]\.0)\](,\s)?)*]"""
 
 
-class Findings(list[str]):
-    """The lines of the output."""
-
+class Findings(list[str]):  # the lines of the output
     def check(self, holds: bool | None, claim: str, found: object = "it is not so") -> None:
         """Say whether a claim was confirmed, and what was found instead; None leaves it to the reader."""
         says = {True: "confirmed", False: "NOT CONFIRMED", None: "left to you"}[holds]
         self.append(f"{says:<15}{claim}" + f": {found}" * (holds is False))
 
-    def compare(self, claim: str, printed: float | None, found: float, kind: str, *, is_bound: bool = False) -> None:
+    def compare(self, claim: str, printed: float | None, found: float, kind: str, is_bound: bool = False) -> None:
         """Say whether a printed figure, which bounds nothing if it is null, is the one found here, or bounds it."""
-        value, (below, above) = math.inf if printed is None else printed, TOLERANCES[kind]
-        scale, most = max(found, LEAST), math.inf if is_bound else above
-        agrees = value == found or found - below * scale <= value <= found + most * scale
+        value, scale, (below, above) = math.inf if printed is None else printed, max(found, LEAST), TOLERANCES[kind]
+        agrees = value == found or found - below * scale <= value <= found + (math.inf if is_bound else above) * scale
         self.check(agrees, f"{claim} is {'at most ' * is_bound}{value:.6g}", f"it is {found:.6g} here")
 
     def once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,15 +65,22 @@ class Findings(list[str]):
         return json.loads(text, object_pairs_hook=self.once)
 
 
-def check_part(part: str, files: Mapping[str, bytes], kept: str | None, to: Findings) -> None:
+def check_part(part: str, files: dict[str, bytes], kept: str | None, to: Findings) -> None:
     """Check one ledger of the bundle, with what was printed of it."""
     texts = (files[f"{part}/{n}.json"].replace(b'"inf"', b"Infinity") for n in ("about", "figures", "registrations"))
     about, shown, registrations = map(json.loads, texts)
     entries, receipts = ([*map(to.parsed, files[f"{part}/{n}.jsonl"].splitlines())] for n in ("entries", "receipts"))
     for name, digest in about["policy"].items():
-        to.check(hashlib.sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
-    check_chain(entries, about["head"], kept, to)
-    check_sums(map(json.loads, files[f"{part}/inclusions.jsonl"].splitlines()), about, entries, to)
+        to.check(sha256(files[f"{part}/{name}"]).hexdigest() == digest, f"{name} has the digest {digest}")
+    digests = ["0" * 64]  # of every entry with that of the one before
+    for e in entries:
+        digests.append(sha256(as_text([digests[-1], {k: e[k] for k in e if k != "digest"}]).encode()).hexdigest())
+    for number in [n for n, e in enumerate(entries, 1) if (e["number"], e["digest"]) != (n, digests[n])][:1]:
+        to.check(False, f"entry {number} follows the one before", "one was changed, moved or lost")
+    head, last = about["head"], {"number": len(entries), "digest": digests[-1]}
+    to.check(head == last, f"the chain of {len(entries)} entries ends at its head {digests[-1]}", head)
+    to.check(kept in digests[1:] if kept else None, f"the chain holds the entry {kept or 'you kept (--head)'}")
+    check_sums([*map(json.loads, files[f"{part}/inclusions.jsonl"].splitlines())], about, entries, to)
     spent, rows, printed = spent_of(entries, to), {row["data_set"]: row for row in shown["data_sets"]}, shown["printed"]
     receipts += [to.parsed(each["receipt"]) for each in registrations.values() if each.get("receipt")]
     ids = {each["data_set"] for each in (*entries, *receipts)} - {""}  # of an adoption
@@ -99,46 +104,30 @@ def check_part(part: str, files: Mapping[str, bytes], kept: str | None, to: Find
         to.check(None, "some noise came from a seeded generator: who knows the seed can remove it")
 
 
-def check_chain(entries: Sequence[Object], head: Object, kept: str | None, to: Findings) -> None:
-    """Compute the digest of every entry from that of the one before, up to the head."""
-    digests = ["0" * 64]
-    for number, entry in enumerate(entries, start=1):
-        content = {name: value for name, value in entry.items() if name != "digest"}
-        digests.append(hashlib.sha256(json.dumps([digests[-1], content], sort_keys=True).encode()).hexdigest())
-        if (entry["number"], entry["digest"]) != (number, digests[-1]):
-            return to.check(False, f"entry {number} follows the one before", "one was changed, moved or lost")
-    last = {"number": len(entries), "digest": digests[-1]}
-    to.check(head == last, f"the chain of {len(entries)} entries ends at its head {digests[-1]}", head)
-    return to.check(kept in digests[1:] if kept else None, f"the chain holds the entry {kept or 'you kept (--head)'}")
-
-
-def spent_of(entries: Sequence[Object], to: Findings) -> Mapping[str, Sequence[Object]]:
+def spent_of(entries: list[Object], to: Findings) -> dict[str, list[Object]]:
     """The releases that each data set has spent, with their notes and what the entry of their end says of a round."""
-    ends = {tuple(entry[key] for key in KEY): entry for entry in entries if entry["phase"] == "released"}
+    ends = {tuple(e[key] for key in KEY): e for e in entries if e["phase"] == "released"}
     found: defaultdict[str, list[Object]] = defaultdict(list)
-    for entry in (entry for entry in entries if entry["phase"] in ("charged", "recovered")):
-        end, (note, event) = ends.get(tuple(entry[key] for key in KEY), entry), (entry["note"], entry["event"])
-        said = {"num_readers": 0, **to.parsed(note or "{}"), **entry, "event": to.parsed(event or "{}")}
-        scales = [each["aggregate_scale"] for each in (entry, end)]  # a node signs the first alone
-        said |= {"local": 1.0, "rho": end["rho_bar"], "aggregate": None if None in scales else min(scales)}
-        found[entry["data_set"]].append(said)
+    for e in (e for e in entries if e["phase"] in ("charged", "recovered")):
+        end, note, event = ends.get(tuple(map(e.get, KEY)), e), *(to.parsed(e[k] or "{}") for k in ("note", "event"))
+        scales = e["aggregate_scale"], end["aggregate_scale"]  # a node signs the first alone
+        views = {"local": 1.0, "rho": end["rho_bar"], "aggregate": None if None in scales else min(scales)}
+        found[e["data_set"]].append({"num_readers": 0, **note, **e, **views, "event": event})
     return found
 
 
-def check_receipts(spent: Object, receipts: Iterable[Object], identities: Object, to: Findings) -> None:
+def check_receipts(spent: Object, receipts: list[Object], identities: Object, to: Findings) -> None:
     """Check that each data set's receipts are one chain under its node's key, with a charge for each."""
-    links: defaultdict[str, dict[tuple[int, str], Object]] = defaultdict(dict)
-    keys: defaultdict[str, set[str]] = defaultdict(set)  # that have signed a link; empty for a wrong signature
+    links, keys = defaultdict[str, dict[tuple[int, str], Object]](dict), defaultdict[str, set[str]](set)
     for receipt in receipts:
-        link = {**receipt, "purpose": "fedpriv charge 1"}
-        signer, signature = link.pop("signer"), link.pop("signature")
-        digest = hashlib.sha256(json.dumps(link, sort_keys=True).encode()).hexdigest()
+        link = {key: receipt[key] for key in receipt.keys() - {"signer", "signature"}} | {"purpose": "fedpriv charge 1"}
+        digest, signer = sha256(as_text(link).encode()).hexdigest(), receipt["signer"]
         links[link["data_set"]][link["counter"], digest] = link | {"event": to.parsed(link["event"] or "{}")}
-        keys[digest].add(signer if is_signed(signer, link, signature) else "")
+        keys[digest].add(signer if is_signed(signer, link, receipt["signature"]) else "")
     for data_set in sorted({*spent, *links}):
         chain, last, name = sorted(links[data_set].items()), "0" * 64, f"data set {data_set}"
         for number, ((counter, digest), each) in enumerate(chain):
-            if (counter, each["previous"]) != (number, last) or "" in keys[digest]:
+            if (counter, each["previous"]) != (number, last) or "" in keys[digest]:  # "": signed wrongly
                 to.check(False, f"receipt {counter} of {name} is signed, and here once, after number {number - 1}")
             last = digest
         both = spent.get(data_set, ()), [link for _, link in chain[1:]]
@@ -153,37 +142,33 @@ def top_of(tree: Any, leaves: list[Object]) -> list[Any]:
     """Hash, number of replies and weight of a tree: of a leaf, which is listed, of two trees, or of one not shown."""
     if isinstance(tree, dict):
         leaves.append(tree)
-        digest = hashlib.sha256(b"\0" + json.dumps(tree, sort_keys=True).encode()).hexdigest()
-        return [digest, int(tree["reply"] != ""), tree["weight"]]
+        return [sha256(b"\0" + as_text(tree).encode()).hexdigest(), int(tree["reply"] != ""), tree["weight"]]
     if isinstance(tree[0], str):
         return [*tree]
-    one, other = (top_of(each, leaves) for each in tree)
-    digest = hashlib.sha256(b"\1" + json.dumps([one, other]).encode()).hexdigest()
-    return [digest, one[1] + other[1], one[2] + other[2]]
+    one, other = both = [top_of(each, leaves) for each in tree]
+    return [sha256(b"\1" + as_text(both).encode()).hexdigest(), one[1] + other[1], one[2] + other[2]]
 
 
-def check_sums(sums: Iterable[Object], about: Object, entries: Iterable[Object], to: Findings) -> None:
+def check_sums(sums: list[Object], about: Object, entries: list[Object], to: Findings) -> None:
     """Check that each round's sum, which the coordinator signed, is of the ledger's replies at the agreed weights."""
     known: defaultdict[Any, set[Any]] = defaultdict(set)  # the replies of a client's round, and its registered sizes
     for e in entries:
         known[e["run"], e["round"], e["client"]] |= {e["reply"] or e["num_records"]} - {None}
-    powers = WEIGHTS[about["schedule"].get("client_weights", "auto")]
-    for each in sums:
-        said, leaves = {**each["record"], "purpose": "fedpriv round 1"}, list[Object]()
-        top, name = top_of(each["tree"], leaves), f"round {said['round']} of run {said['run']}"
-        is_own = is_signed(about["coordinator"], said, said.pop("signature"))
-        is_own &= top == [said[key] for key in ("root", "included", "weight")] and len(leaves) in (1, said["positions"])
-        to.check(is_own, f"{name}: its sum of {said['included']} is signed by {about['coordinator']}", top)
-        for place, leaf in enumerate(leaves):
-            at = str(leaf["position"] if len(leaves) == 1 else place)
-            replies, sizes = known[said["run"], said["round"], at], known[None, None, at]
+    by, powers = about["coordinator"], WEIGHTS[about["schedule"].get("client_weights", "auto")]
+    for s in sums:
+        said, leaves = {**s["record"], "purpose": "fedpriv round 1"}, list[Object]()
+        top, run, seal = top_of(s["tree"], leaves), f"round {said['round']} of run {said['run']}", said.pop("signature")
+        own = top == [said[key] for key in ("root", "included", "weight")] and len(leaves) in (1, said["positions"])
+        to.check(own and is_signed(by, said, seal), f"{run}: its sum of {said['included']} is signed by {by}", top)
+        for at, leaf in enumerate(leaves, leaves[0]["position"] if len(leaves) == 1 else 0):
+            replies, sizes = known[said["run"], said["round"], str(at)], known[None, None, str(at)]
             may_lack = not (replies and said["included"]) or len(leaves) == 1  # a node's reply may have come late
-            fits = str(leaf["position"]) == at and (leaf["reply"] in replies or (leaf["reason"] and may_lack))
+            fits = str(leaf["position"]) == str(at) and (leaf["reply"] in replies or (leaf["reason"] and may_lack))
             weights = [size**power for size in sizes for power in powers] if leaf["reply"] else [0.0]
             if not (fits and any(math.isclose(leaf["weight"], weight) for weight in weights)):
-                to.check(False, f"{name}: position {at} has its reply in the sum, as agreed, or a reason why not", leaf)
+                to.check(False, f"{run}: position {at} has its reply in the sum, as agreed, or a reason why not", leaf)
             elif leaf["reason"] not in ("", "not asked"):
-                to.check(None, f"{name}: position {at} is not in the sum: {leaf['reason']}")
+                to.check(None, f"{run}: position {at} is not in the sum: {leaf['reason']}")
 
 
 def is_signed(signer: str, content: Object, signature: str) -> bool:
@@ -191,23 +176,12 @@ def is_signed(signer: str, content: Object, signature: str) -> bool:
     try:
         key: Any = serialization.load_ssh_public_key(signer.encode())
         more = () if isinstance(key, ed25519.Ed25519PublicKey) else (ec.ECDSA(hashes.SHA256()),)
-        key.verify(base64.b64decode(signature, validate=True), json.dumps(content, sort_keys=True).encode(), *more)
+        return key.verify(base64.b64decode(signature, validate=True), as_text(content).encode(), *more) is None
     except (ValueError, InvalidSignature):
         return False
-    return True
 
 
-class Seen(NamedTuple):
-    """Noise on a sum, to which a record or a person adds at each of its holders, if it is drawn there."""
-
-    unit: str
-    q: float  # the probability that it is drawn anywhere
-    z: float  # the noise over all that it can move the sum by
-    moves: tuple[float, ...]  # the shares of each holder in that
-    drawn: tuple[float, ...]  # the probability that it is drawn at each holder
-
-
-def seen_by(view: str, releases: Iterable[Object]) -> Events:
+def seen_by(view: str, releases: list[Object]) -> Events:
     """The events of releases on a view, which scales their noise; where `aggregate` does not hold, none is scaled."""
     counts: Counter[Seen] = Counter()
     for release in releases:
@@ -220,7 +194,7 @@ def seen_by(view: str, releases: Iterable[Object]) -> Events:
     return tuple(sorted((event, count) for event, count in counts.items() if event.q > 0))
 
 
-def composed(events: Events, interval: float = 0.0, orders: Sequence[int] | None = None) -> Any:
+def composed(events: Events, interval: float = 0.0, orders: list[int] | None = None) -> Any:
     """All events in an accountant of dp-accounting: by pld on a grid of losses, or by rdp at some orders."""
     interval *= 10 if any(len(event.moves) > 1 for event, _ in events) else 1  # does for mixtures, which take long
     total: Any = pld.PLDAccountant(value_discretization_interval=interval) if interval else rdp.RdpAccountant(orders)
@@ -293,9 +267,8 @@ def found_at(cost: float, order: int, deltas: Any, ratio: Any, x: Any) -> Any:
     if not order:
         return stats.norm.cdf(stats.norm.ppf(x) + math.sqrt(cost))
     low, high = x, np.ones_like(x)
-    for _ in range(52):
-        y = np.sqrt(low) * np.sqrt(high)  # a share may be smaller than any difference of floats near 1
-        coins = np.log([x, 1 - x]), np.log([y, 1 - y])
+    for _ in range(52):  # by geometric means, as a share may be smaller than any difference of floats near 1
+        coins = np.log([x, 1 - x]), np.log([y := np.sqrt(low) * np.sqrt(high), 1 - y])
         fits = [np.logaddexp.reduce(order * p + (1 - order) * q) <= (order - 1) * cost for p, q in (coins, coins[::-1])]
         low, high = np.where(np.all(fits, axis=0), (y, high), (low, y))
     return high
@@ -305,12 +278,12 @@ def check_risk(name: str, row: Object, events: Events, delta: float, order: int,
     """Compare a printed risk, which may not be too small; where it is a bound, as of large losses, it may be larger."""
     is_sampled = not order and any(min(e.drawn) < 1 for e, _ in events)
     is_bound |= is_sampled and (delta < TINY or epsilon_of(events, 1e-5) > LARGE)
-    printed = {key: row[key] for key in ("mu", "advantage")} | row["tpr_at_fpr"]
+    printed = row["tpr_at_fpr"] | {key: row[key] for key in ("mu", "advantage")}
     for key, found in risk_of(events, delta, order).items():
-        to.compare(f"{name}: {'found at ' * (key in RATES)}{key}", printed[key], found, "risk", is_bound=is_bound)
+        to.compare(f"{name}: {'found at ' * (key in RATES)}{key}", printed[key], found, "risk", is_bound)
 
 
-def check_data_set(row: Object, entries: Sequence[Object], releases: Sequence[Object], to: Findings) -> None:
+def check_data_set(row: Object, entries: list[Object], releases: list[Object], to: Findings) -> None:
     """Check what is printed of a data set."""
     name, delta, view = f"data set {row['data_set']}", row["delta"], VIEWS[2 * (row["view"] == "aggregate")]
     (registered,) = [e for e in entries if (e["phase"], e["data_set"]) == ("registered", row["data_set"])]
@@ -325,26 +298,10 @@ def check_data_set(row: Object, entries: Sequence[Object], releases: Sequence[Ob
         for kind, printed in (("pld", row[f"epsilon_{on}"]), ("rdp", row["rdp"][on])):
             epsilon = epsilon_of(seen_by(on, releases), delta, kind, printed)
             to.compare(f"{name}: epsilon_{on} at delta {delta:g} by {kind}", printed, epsilon, kind)
-    rules = [to.parsed(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
-    last: Object = rules[-1] if rules else {"rule": "none"}
-    rules, order = [rule for rule in rules if rule["rule"] == last["rule"]], last.get("order", 0)
-    slots = [seen_by("local", [{"event": event} for event in rule.get("events", ())]) for rule in rules]
-    if row["budget"]:
-        check_budget(row, releases, rules, slots, order, to)
-    events = tuple(itertools.chain(*slots)) if last["rule"] == "plan" else seen_by(view, releases)
-    if last["rule"] == "plan":
-        to.check(have_slots(slots, releases, view), f"{name}: each release has a slot in its plans")
-    if last["rule"] == "gaussian":  # which counts no sampling
-        events = tuple((event._replace(q=1.0, drawn=(1.0,)), count) for event, count in events)
-    delta *= FOR_RELEASES if rules else 1.0
-    noted = [e for e, on in (rule.get("budget", (0, "")) for rule in rules) if on in ("local", view)]
-    for epsilon in noted or [row["budget"]["epsilon"] for _ in rules[:1] if row["budget"] and in_runs and not slots[0]]:
-        if (left := divergence_at(order, epsilon, delta) - cost_of(events, order)) > 0:  # which could be released too
-            events += ((Seen(facts["unit"], 1.0, math.sqrt((order or 2) / (2 * left)), (1.0,), (1.0,)), 1),)
-    check_risk(f"{name}: on the {view} view, by the rule {last['rule']}", row, events, delta, order, False, to)
+    check_rules(name, view, row, entries, releases, to)
 
 
-def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], to: Findings) -> None:
+def check_printed(printed: Object, spent: dict[str, list[Object]], to: Findings) -> None:
     """Check what a run printed at its end of every client, and of the worst."""
     clients, view, keys = printed["clients"], printed["privacy_view"], [f"epsilon_{view}" for view in VIEWS]
     if (holders := printed.get("holders_per_person") or 1) > 1:  # a person pays what the costliest so many released
@@ -352,61 +309,65 @@ def check_printed(printed: Object, spent: Mapping[str, Sequence[Object]], to: Fi
         sums = [list(itertools.chain(*several)) for several in itertools.combinations(spent.values(), holders)]
         spent = {**spent, name: max(sums, key=lambda each: epsilon_of(seen_by(view, each), delta, "rdp"))}
         clients = [*clients, {**printed, **{k: printed[f"{k}_max"] for k in keys}, "client": name, "delta": delta}]
-    worst_of: Sequence[Object] = clients if holders == 1 else clients[-1:]
-    risky = [client | client["tpr_at_fpr"] for client in worst_of if client["tpr_at_fpr"]]
+    worst_of: list[Object] = clients if holders == 1 else clients[-1:]
+    risky = [c | {rate: c["tpr_at_fpr"][rate] for rate in RATES} for c in worst_of if c["tpr_at_fpr"]]
     are_many = len({(seen_by(view, spent[str(client["client"])]), client["delta"]) for client in risky}) > MANY_CLIENTS
-    for client in clients:
-        releases, delta = spent[str(client["client"])], client["delta"]
-        name = f"client {client['client']} in the run's summary"
-        for key in (*keys, "epsilon_local_this_run"):
-            on, is_run, claim = key.split("_")[1], key.endswith("run"), f"{name}: {key} at delta {delta:g}"
-            some = [release for release in releases if not is_run or release["run"] == printed["run_id"]]
-            if key in client and (client[key] is not None or all(release[on] is not None for release in some)):
+    for who, client in ((str(client["client"]), client) for client in clients):
+        releases, delta, name = spent[who], client["delta"], f"client {who} in the run's summary"
+        for key, on in zip((*keys, "epsilon_local_this_run"), (*VIEWS, "local"), strict=True):
+            some = [r for r in releases if key in keys or r["run"] == printed["run_id"]]
+            if key in client and (client[key] is not None or all(r[on] is not None for r in some)):
                 found = epsilon_of(seen_by(on, some), delta, "pld", client[key])
-                to.compare(claim, client[key], found, "pld", is_bound=printed["upper_bound_only"])
-        units = {release["event"]["unit"] for release in releases} | {printed["unit"]}
-        holds = all(release[view] is not None for release in releases)
+                to.compare(f"{name}: {key} at delta {delta:g}", client[key], found, "pld", printed["upper_bound_only"])
+        told = {r["event"]["unit"] for r in releases} | {printed["unit"]}, all(r[view] is not None for r in releases)
         claim = f"{name}: its unit is a {client['unit']}, with a risk if the {view} view holds"
-        to.check(units == {client["unit"]} and holds == bool(client["tpr_at_fpr"]), claim, (units, holds))
+        to.check(told == ({client["unit"]}, bool(client["tpr_at_fpr"])), claim, told)
         if client["tpr_at_fpr"]:
             check_risk(f"{name}: on the {view} view", client, seen_by(view, releases), delta, 0, are_many, to)
     figures = {"delta_max": [c["delta"] for c in clients]} | {f"{key}_max": [c[key] for c in worst_of] for key in keys}
     figures |= {key: [client[key] for client in risky] for key in ("mu", "advantage", *RATES) if risky}
     for key, values in figures.items():
-        worst, stated = None if None in values else max(values), {**printed, **(printed["tpr_at_fpr"] or {})}.get(key)
-        to.check(stated == worst, f"{key} {stated} is that of the worst client", worst)
-    for most, budget in zip(figures.get(f"epsilon_{view}_max", []), itertools.cycle(printed["budget_epsilon"])):
+        worst, place = None if None in values else max(values), printed["tpr_at_fpr"] if key in RATES else printed
+        to.check(place[key] == worst, f"{key} {place[key]} is that of the worst client", worst)
+    for most, budget in zip(figures[f"epsilon_{view}_max"], itertools.cycle(printed["budget_epsilon"])):
         to.check(most is not None and most <= budget * (1 + 1e-9), f"the {view} budget of {budget:g} is kept", most)
 
 
-def check_budget(row: Object, releases: Sequence[Object], rules: Any, slots: Any, order: int, to: Findings) -> None:
-    """Compute the share of a budget that is used, by the rule that the ledger names."""
-    name, budget, delta = f"data set {row['data_set']}", row["budget"], row["delta"] * FOR_RELEASES
-    view, epsilon, kind = budget["view"], budget["epsilon"], rules[-1]["rule"] if rules else "none"
-    limit = divergence_at(order, epsilon, delta) if kind in ("renyi", "gaussian") else 0.0
-    used = cost_of(seen_by(view, releases), order)
-    if kind == "plan":
-        for p, events in zip(rules, slots, strict=True):
-            to.compare(f"{name}: epsilon of a plan", e := p["epsilon"], epsilon_of(events, p["delta"], "pld", e), "pld")
-        total = [math.fsum(plan[key] for plan in rules) for key in ("epsilon", "delta")]
-        to.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
-        used, limit = sum(r["event"]["count"] for r in releases), sum(n for events in slots for _, n in events)
-    share = used / limit if limit > 0 else math.inf if releases else 0.0
-    to.compare(f"{name}: share of {view} epsilon {epsilon:g} used, by the rule {kind},", budget["used"], share, "rdp")
-    kept = share <= 1 + 1e-9 and budget["left"] == max(0.0, 1 - budget["used"])
-    to.check(kept, f"{name}: its budget is kept, and {budget['left']:.6g} of it is left", f"{share:.6%} of it is used")
-
-
-def have_slots(plans: Sequence[Events], releases: Iterable[Object], view: str) -> bool:
-    """Whether each release finds a slot if it takes the first that dominates it, of those that protect most."""
-    slots = [slot for plan in plans for slot in sorted(plan, key=lambda slot: (slot[0].q, -slot[0].z))]
-    for event, missing in (event for release in releases for event in seen_by(view, [release])):
-        for i, (slot, free) in enumerate(slots):
-            if (event.unit, event.moves) == (slot.unit, slot.moves) and event.z >= slot.z and event.q <= slot.q:
-                slots[i], missing = (slot, free - min(free, missing)), missing - min(free, missing)
-        if missing:
-            return False
-    return True
+def check_rules(name: str, view: str, row: Object, entries: list[Object], releases: list[Object], to: Findings) -> None:
+    """Check how much of a budget and of its plans is used, by the rule that the ledger names, and the risk under it."""
+    rules = [to.parsed(e["note"]) for e in entries if (e["phase"], e["data_set"]) == ("bounded", row["data_set"])]
+    last: Object = rules[-1] if rules else {"rule": "none"}
+    rules, order, kind = [rule for rule in rules if rule["rule"] == last["rule"]], last.get("order", 0), last["rule"]
+    slots = [seen_by("local", [{"event": event} for event in rule.get("events", ())]) for rule in rules]
+    delta, events = row["delta"] * (FOR_RELEASES if rules else 1.0), seen_by(view, releases)
+    if kind == "plan":  # each release takes the first slots that dominate it, of those that protect most
+        free = [slot for plan in slots for slot in sorted(plan, key=lambda slot: (slot[0].q, -slot[0].z))]
+        lacking, events = 0, tuple(itertools.chain(*slots))
+        for event, missing in (event for release in releases for event in seen_by(view, [release])):
+            for i, (slot, num) in enumerate(free):
+                if (event.unit, event.moves) == (slot.unit, slot.moves) and event.z >= slot.z and event.q <= slot.q:
+                    free[i], missing = (slot, num - min(num, missing)), missing - min(num, missing)
+            lacking += missing
+        to.check(not lacking, f"{name}: each release has a slot in its plans", f"{lacking} have none")
+    events = tuple((e._replace(q=1.0, drawn=(1.0,)) if kind == "gaussian" else e, n) for e, n in events)  # no sampling
+    if budget := row["budget"]:
+        used, on, epsilon = cost_of(seen_by(budget["view"], releases), order), budget["view"], budget["epsilon"]
+        limit = divergence_at(order, epsilon, delta) if kind in ("renyi", "gaussian") else 0.0
+        if kind == "plan":
+            for p, s in zip(rules, slots, strict=True):
+                to.compare(f"{name}: a plan's epsilon", e := p["epsilon"], epsilon_of(s, p["delta"], "pld", e), "pld")
+            total = [math.fsum(plan[key] for plan in rules) for key in ("epsilon", "delta")]
+            to.check(total[0] <= epsilon * (1 + 1e-9) and total[1] <= delta, f"{name}: its plans fit", total)
+            used, limit = math.fsum(r["event"]["count"] for r in releases), math.fsum(n for _, n in events)
+        share = used / limit if limit > 0 else math.inf if releases else 0.0
+        to.compare(f"{name}: share of {on} epsilon {epsilon:g} used, by the rule {kind},", budget["used"], share, "rdp")
+        kept = share <= 1 + 1e-9 and budget["left"] == max(0.0, 1 - budget["used"])
+        to.check(kept, f"{name}: its budget is kept; {budget['left']:.6g} of it is left", f"{share:.6%} of it is used")
+    noted = [e for e, on in (rule.get("budget", (0, "")) for rule in rules) if on in ("local", view)]
+    for epsilon in noted or [budget["epsilon"] for _ in rules[:1] if budget and row["rounds"] and not slots[0]]:
+        if (left := divergence_at(order, epsilon, delta) - cost_of(events, order)) > 0:  # which could be released too
+            events += ((Seen(row["unit"], 1.0, math.sqrt((order or 2) / (2 * left)), (1.0,), (1.0,)), 1),)
+    check_risk(f"{name}: on the {view} view, by the rule {last['rule']}", row, events, delta, order, False, to)
 
 
 def main() -> int:
@@ -421,7 +382,7 @@ def main() -> int:
             files = {name: archive.read(name) for name in archive.namelist()}
             to.check(len(files) == len(archive.namelist()), "no file is in the bundle twice")
         listed = dict(json.loads(files.pop("manifest.json"))["files"])
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        digests = {name: sha256(content).hexdigest() for name, content in files.items()}
         wrong = {n: digests.get(n, "missing") for n in sorted(listed | digests) if digests.get(n) != listed.get(n)}
         to.check(not wrong, f"the {len(listed)} files have the digests of the manifest", wrong)
         for part in sorted({name.partition("/")[0] for name in files if "/" in name}) or ["a ledger"]:

@@ -149,7 +149,7 @@ def test_a_bundle_holds_no_record_label_seed_or_secret(runs, table, tmp_path):
 def test_the_verifier_is_one_short_file_that_imports_nothing_of_ours_and_runs_alone(node, tmp_path):
     program = unpacked(node)["verify_evidence.py"]
     assert program == Path(verify_evidence.__file__).read_bytes()
-    assert len(program.splitlines()) < 440
+    assert len(program.splitlines()) < 400
     roots = set()
     for statement in ast.walk(ast.parse(program)):
         if isinstance(statement, ast.ImportFrom):
@@ -448,6 +448,19 @@ def test_each_of_three_hundred_changes_is_named(node, runs, tmp_path):
         (tmp_path / name).mkdir()
         as_json("evidence", runs / name, "--out", tmp_path / f"{name}.zip")
         check_mutations(tmp_path / f"{name}.zip", 100, tmp_path / name)
+
+
+def test_a_true_figure_at_another_place_does_not_stand_in_for_a_false_one(runs, tmp_path):
+    as_json("evidence", runs / "single", "--out", tmp_path / "bundle.zip")
+    files = unpacked(tmp_path / "bundle.zip")
+    figures = json.loads(files["run/figures.json"])
+    for place, key in ((figures["data_sets"][0], "mu"), (figures["printed"], "epsilon_local_max")):
+        place["tpr_at_fpr"][key], place[key] = place[key], place[key] / 2
+    files["run/figures.json"] = json.dumps(figures).encode()
+    code, lines = verified(packed(files, tmp_path / "forged.zip", forged=True))
+    assert code == 1
+    for told in (": mu is ", "epsilon_local_max"):
+        assert any(told in line for line in failures(lines)), told
 
 
 def test_an_older_copy_is_told_by_a_head_that_was_kept(node):
