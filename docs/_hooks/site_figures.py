@@ -70,17 +70,18 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
     "secure_aggregation": (*_RECIPE, "fedpriv/privacy/accounting/views.py"),
     "utility": _RECIPE,
 }
-# Up to this commit no change of that code moved a figure of lines that are older.
+# Up to this commit no change of that code moved a figure of lines that are older, except that records which share other
+# passes round otherwise: accuracies of seeded runs differ by up to 0.002, epsilons not at all.
 CHECKED: Mapping[str, str] = {
-    "aggregation": "d695caf3",
-    "audit": "d695caf3",
-    "dedup": "d695caf3",
-    "integral": "d695caf3",
-    "language_models": "d695caf3",
-    "lmo": "d695caf3",
-    "persons": "d695caf3",
-    "secure_aggregation": "d695caf3",
-    "utility": "d695caf3",
+    "aggregation": "f4309d13",
+    "audit": "f4309d13",
+    "dedup": "f4309d13",
+    "integral": "f4309d13",
+    "language_models": "f4309d13",
+    "lmo": "f4309d13",
+    "persons": "f4309d13",
+    "secure_aggregation": "f4309d13",
+    "utility": "f4309d13",
 }
 
 
