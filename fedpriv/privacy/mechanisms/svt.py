@@ -112,7 +112,9 @@ class SparseVector:
     positive answers. An answer must not reveal the noisy value, since that would reveal z.
 
     Args:
-        epsilon, cutoff, sensitivity: as for `noise_scales`.
+        epsilon: of the whole run, finite and > 0.
+        cutoff: c, the number of positive answers after which it ends, >= 1.
+        sensitivity: of every query, >= 1, in its units.
         source: source of the noise; seeded only in a run marked `simulate`.
 
     Source: Lyu, Su and Li 2017, Algorithm 1, with integer noise.
