@@ -294,8 +294,8 @@ def check_included(shown: str, key: Key, num_registered: int, config: RunConfig,
         return
     with reading(settings.ledger) as db:
         paid = db.replies_of(key.run)
-    client, kept = int(key.client), inclusion.kept_in(settings.inclusions, inclusion.InclusionProof)
-    known = {proof.record.round for proof in kept if proof.record.run == key.run}
+    client, kept = int(key.client), inclusion.kept_in(settings.inclusions, inclusion.InclusionProof, key.run)
+    known = {proof.record.round for proof in kept}
     owed = {round_ for round_ in paid if round_ < key.round or key.round not in paid} - known - {key.round}
     try:
         proofs = [p for p in inclusion.proofs_in(shown) if p.record.run == key.run and p.record.round in owed]

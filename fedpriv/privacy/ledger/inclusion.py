@@ -270,11 +270,15 @@ def proofs_in(text: str) -> list[InclusionProof]:
         raise ValueError("a line is no record of a round with a leaf and its path") from None
 
 
-def kept_in(path: Path, form: type[Kept]) -> Iterator[Kept]:
-    """The records in a file, one a line; a line that a crash cut short is passed over."""
+def kept_in(path: Path, form: type[Kept], run: str | None = None) -> Iterator[Kept]:
+    """The records of all runs or one in a file, one a line; a line that a crash cut short is passed over."""
+    named = b"" if run is None else json.dumps(run).encode()  # other lines need not be parsed
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(ValidationError):
-            yield TypeAdapter(form).validate_json(line)
+        if named in line:
+            with suppress(ValidationError):
+                kept = TypeAdapter(form).validate_json(line)
+                if run is None or kept.record.run == run:
+                    yield kept
 
 
 def check_owed(

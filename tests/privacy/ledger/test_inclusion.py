@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedpriv.privacy.ledger import inclusion, keys
-from fedpriv.privacy.ledger.inclusion import InclusionProof, Leaf, Sum, check_owed, digest_of_sum, proofs_in
+from fedpriv.privacy.ledger.inclusion import InclusionProof, Leaf, Sum, check_owed, digest_of_sum, kept_in, proofs_in
 
 REPLY = "{:064x}".format
 
@@ -189,6 +189,16 @@ def test_a_node_names_each_way_in_which_its_upload_is_not_in_the_sum(make):
         (make(leaves_of(3), round=2).proof(1), "no record says whether this node's upload is in the sum"),
     ):
         assert said in owed(proof), (said, owed(proof))
+
+
+@pytest.mark.parametrize("run", ["run", 'a "quoted" one', "Zürich\n", ""])
+def test_of_one_run_a_file_gives_its_records_alone(make, run, tmp_path):
+    own, other = make(leaves_of(2), run=run), make(leaves_of(2), run="another run")
+    texts = [each.proof(1).text() for each in (other, own, other)]
+    file = tmp_path / "inclusions.jsonl"
+    file.write_text("\n".join([*texts, texts[1][:-5]]))
+    assert [*kept_in(file, InclusionProof, run)] == [own.proof(1)]
+    assert [each.record.run for each in kept_in(file, InclusionProof)] == ["another run", run, "another run"]
 
 
 def test_the_digest_of_a_sum_is_that_of_exact_arithmetic():
