@@ -23,7 +23,7 @@ from fedpriv.files import new_file, read_text
 from fedpriv.holder.wire.frame import FAILED, FRAME, OWN, Request, Response, Scalars, carried, frame_in
 from fedpriv.privacy.ledger import keys
 from fedpriv.runs.files import run_folder_of
-from server.exchange import Exchange
+from server.exchange import Exchange, set_message_id
 
 BY_FILE = ".by-file"
 """In place of `.pub`, ends the name of a file among the keys of vaults, which says that this node has no network, and
@@ -227,8 +227,8 @@ class MixedGrid(Grid):
         here = [message for message in messages if message.metadata.dst_node_id in self._clients]
         if others := [message for message in messages if message.metadata.dst_node_id not in self._clients]:
             self._network.push_messages(others)
-        for message in here:  # as Flower's own grids do: there is no public setter
-            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
+        for message in here:
+            set_message_id(message, uuid.uuid4().hex)
         if here:
             self._leaves = False
             sent = {message.metadata.message_id: message for message in here}

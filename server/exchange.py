@@ -101,6 +101,11 @@ def message_to(node_id: int, request: Request, round_: int = 0) -> Message:
     return Message(content_of(request), node_id, TRAIN if request.kind == TRAIN else "query", group_id=str(round_))
 
 
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message the id that Flower's link would give it on delivery; there is no public setter."""
+    message.metadata.__dict__["_message_id"] = message_id
+
+
 def content_of(request: Request) -> RecordDict:
     """The frame of a request, and what the node alone is told."""
     own = {OWN: ConfigRecord(dict(request.own))} if request.own else {}

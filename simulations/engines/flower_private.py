@@ -7,12 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flwr.app import Message
 from flwr.supercore.logger import update_console_handler
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-__all__ = ["Run", "colours_on_a_terminal_alone", "empty_run", "set_message_id", "task_identity"]
+__all__ = ["Run", "colours_on_a_terminal_alone", "empty_run", "task_identity"]
 
 SERVER_NODE_ID = 1
 
@@ -25,11 +24,6 @@ def colours_on_a_terminal_alone() -> None:
 def empty_run(run_id: int) -> Run:
     """Flower's record of a run, without a bundle or an account."""
     return Run.create_empty(run_id)
-
-
-def set_message_id(message: Message, message_id: str) -> None:
-    """Give a message the id that Flower's link would give it on delivery; there is no public setter."""
-    message.metadata.__dict__["_message_id"] = message_id
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from clients.node import failed, prepare
 from fedpriv.holder.vault.answer import Prepared, settle
 from fedpriv.holder.wire.frame import TRAIN, Response
 from fedpriv.learning.training.local_update import Execute
-from simulations.engines.flower_private import Run, empty_run, set_message_id
+from server.exchange import set_message_id
+from simulations.engines.flower_private import Run, empty_run
 
 # Requests and tasks that exist at a time: enough to fill stacked passes and Ray's actors.
 _MOST_AT_ONCE = 250

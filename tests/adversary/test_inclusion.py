@@ -30,6 +30,7 @@ from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs import ClientRow
 from server import inclusion
 from server.bookkeeping import Books
+from server.exchange import set_message_id
 from server.inclusion import Inclusions
 from server.registration import register_nodes
 from server.strategy import RuleStrategy
@@ -65,7 +66,7 @@ class Link:
 
     def push_messages(self, messages) -> list[str]:
         for message in messages:
-            message.metadata.__dict__["_message_id"] = str(len(self.messages))
+            set_message_id(message, str(len(self.messages)))
             self.messages[message.metadata.message_id] = message
         return [message.metadata.message_id for message in messages]
 

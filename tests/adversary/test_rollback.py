@@ -23,6 +23,7 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog, from_text
 from server.bookkeeping import Books
+from server.exchange import set_message_id
 from server.registration import register_nodes
 from server.round import Receipts
 from server.strategy import RuleStrategy
@@ -316,7 +317,7 @@ class Link:
 
     def push_messages(self, messages) -> list[str]:
         for number, message in enumerate(messages, start=len(self.messages)):
-            message.metadata.__dict__["_message_id"] = str(number)
+            set_message_id(message, str(number))
         self.messages += messages
         return [message.metadata.message_id for message in messages]
 

@@ -20,10 +20,11 @@ from fedpriv.privacy.ledger.reader import reading
 from server import app
 from server.bookkeeping import Books
 from server.checkpoint import Checkpoint
+from server.exchange import set_message_id
 from server.registration import NO_NODE
 from server.round import Absences
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import set_message_id, task_identity
+from simulations.engines.flower_private import task_identity
 from tests.wire import answered, arrays_of, request_in
 
 SIZES = {0: 600, 1: 300, 2: 100}

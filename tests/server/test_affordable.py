@@ -14,9 +14,10 @@ from fedpriv.holder.wire.frame import AFFORD, REFUSED
 from fedpriv.holder.wire.kinds import Registration
 from server.affordable import check_affordable
 from server.costs import RoundCosts
+from server.exchange import set_message_id
 from server.observer import LogObserver
 from server.registration import NO_NODE
-from simulations.engines.flower_private import set_message_id, task_identity
+from simulations.engines.flower_private import task_identity
 from tests.wire import answered, request_in
 
 LINK = 1

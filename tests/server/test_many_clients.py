@@ -36,10 +36,11 @@ from fedpriv.runs._rows import ClientRow, RoundRow
 from fedpriv.runs._writer import RunWriter
 from server import exchange
 from server.bookkeeping import Books
+from server.exchange import set_message_id
 from server.registration import register_nodes
 from server.strategy import RuleStrategy
 from simulations.engines import federation
-from simulations.engines.flower_private import set_message_id, task_identity
+from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 from simulations.tiny_bert import make_tiny_bert
 from tests.tiny import LABELS, WORDS, write_table

@@ -12,6 +12,7 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import REGISTER
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
+from server.exchange import set_message_id
 from server.registration import read_registration, register_nodes
 from tests.wire import answered, asked
 
@@ -147,7 +148,7 @@ class Nodes:
 
     def push_messages(self, messages) -> None:
         for message in messages:
-            message.metadata.__dict__["_message_id"] = f"{self.looks}-{message.metadata.dst_node_id}"
+            set_message_id(message, f"{self.looks}-{message.metadata.dst_node_id}")
             place = message.metadata.dst_node_id - 10
             if place in self.gone:
                 self.gone.discard(place)

@@ -10,8 +10,8 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
+from server.exchange import set_message_id
 from simulations.engines import federation
-from simulations.engines.flower_private import set_message_id
 from simulations.engines.grid import LocalGrid
 from tests.notes import Notes
 

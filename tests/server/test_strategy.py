@@ -19,9 +19,9 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
-from server.exchange import MalformedError, read_reply
+from server.exchange import MalformedError, read_reply, set_message_id
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import SERVER_NODE_ID, set_message_id
+from simulations.engines.flower_private import SERVER_NODE_ID
 from tests.wire import answered, arrays_of, request_in, response_in, with_body
 
 pytestmark = pytest.mark.usefixtures("as_a_task")

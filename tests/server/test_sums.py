@@ -23,11 +23,11 @@ from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.mechanisms.discrete_gaussian import integers
 from fedpriv.runs.plan.preflight import check_clients
 from server.bookkeeping import Books
+from server.exchange import set_message_id
 from server.observer import LogObserver
 from server.round import client_rows
 from server.strategy import RuleStrategy
 from simulations.engines import federation
-from simulations.engines.flower_private import set_message_id
 from simulations.engines.grid import LocalGrid
 from tests.wire import request_in
 
