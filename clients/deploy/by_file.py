@@ -13,9 +13,7 @@ import os
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from clients.deploy.folder import Node
@@ -23,6 +21,7 @@ from fedpriv.errors import FlowerError, InputError
 from fedpriv.files import owner_for, read_text, replace_file
 from fedpriv.holder.wire.frame import REFUSED, FrameError, Request, Response, ask
 from fedpriv.operate import approvals, sealed
+from fedpriv.privacy.ledger import keys
 from fedpriv.texts import printable
 
 _ASKED = {"kind": str, "run": str, "number": int, "client": int, "bundle": str, "answer_to": str, "certificate": str}
@@ -129,12 +128,7 @@ def _response(node: Node, letter: sealed.Sealed, content: bytes, retry_seconds: 
 
 
 def _node_key(path: Path) -> sealed.Private:
-    try:
-        key = load_ssh_private_key(path.read_bytes(), password=None)
-    except OSError as error:
-        raise InputError(f"key = {path}: {error.strerror}; answer as the folder's owner") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise InputError(f"key = {path}: must be an OpenSSH private key without a passphrase") from None
+    key = keys.private_key(path)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise InputError(f"key = {path}: must be on secp384r1, as `new-key --node` makes it")
     return key

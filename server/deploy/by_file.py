@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -28,7 +27,7 @@ from fedpriv.operate import sealed
 from fedpriv.privacy.ledger import keys
 from fedpriv.texts import holder_label, printable
 from server.by_file import Asked, Mailbox
-from server.deploy import membership
+from server.deploy import certificates, membership
 from server.deploy.folder import Coordinator
 
 _POLL_SECONDS = 0.5
@@ -184,13 +183,8 @@ def _node_key(coordinator: Coordinator, client: int) -> sealed.Public:
 
 def _server_key(coordinator: Coordinator) -> sealed.Private:
     """The key of the certificate by which nodes know the coordinator."""
-    path = coordinator.server_key
-    try:
-        key = load_pem_private_key(path.read_bytes(), password=None)
-    except OSError as error:
-        raise InputError(f"key = {path}: {error.strerror}") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise InputError(f"key = {path}: must be a private key in PEM format; `renew` makes it again") from None
+    path, remedy = coordinator.server_key, "`renew` makes it again"
+    key = certificates.read_key(path, use=remedy, form=f"; {remedy}")
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise InputError(f"key = {path}: must be on secp384r1; `renew` makes it again")
+        raise InputError(f"key = {path}: must be on secp384r1; {remedy}")
     return key

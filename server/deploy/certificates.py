@@ -10,8 +10,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -217,14 +219,27 @@ def hosts_of(certificate: Path) -> list[str]:
     return [str(name.value) for name in names]
 
 
+def read_key(path: Path, passphrase: str = "", *, use: str, form: str) -> PrivateKeyTypes:
+    """The private key in a PEM file.
+
+    Args:
+        use: of the key, told if the file cannot be read.
+        form: what else it must be, or what helps, told if it is none.
+
+    Raises:
+        InputError: the file is missing, or holds no key that opens with the passphrase, empty for none.
+    """
+    try:
+        return load_pem_private_key(path.read_bytes(), password=passphrase.encode() or None)
+    except OSError as error:
+        raise InputError(f"key = {path}: {error.strerror}; {use}") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise InputError(f"key = {path}: must be a private key in PEM format{form}") from None
+
+
 def _authority(folder: Path, path: Path, passphrase: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     certificate = read_certificate(folder / CA_CERTIFICATE)
-    try:
-        key = load_pem_private_key(path.read_bytes(), password=passphrase.encode() or None)
-    except OSError as error:
-        raise InputError(f"key = {path}: {error.strerror}; it signs the server's certificate") from None
-    except (ValueError, TypeError):
-        raise InputError(f"key = {path}: must be a private key in PEM format, with this passphrase or none") from None
+    key = read_key(path, passphrase, use="it signs the server's certificate", form=", with this passphrase or none")
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise InputError(f"key = {path}: must be the private key of {CA_CERTIFICATE}")
     return certificate, key

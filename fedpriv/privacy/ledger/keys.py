@@ -84,7 +84,7 @@ def public_line(path: Path) -> str:
     Raises:
         InputError: the file is missing, or is no OpenSSH private key of a `Kind` without a passphrase.
     """
-    return line_of(_private_key(path))
+    return line_of(private_key(path))
 
 
 def read_public_line(path: Path, kind: Kind | None = VAULT) -> str:
@@ -164,7 +164,7 @@ def sign(private_key_path: Path, message: bytes) -> str:
     Raises:
         InputError: the file is missing, or is no OpenSSH private key of a `Kind` without a passphrase.
     """
-    key = _private_key(private_key_path)
+    key = private_key(private_key_path)
     signature = key.sign(message) if isinstance(key, Ed25519PrivateKey) else key.sign(message, _DIGEST)
     return base64.b64encode(signature).decode()
 
@@ -196,7 +196,12 @@ def line_of(key: _Private | _Public) -> str:
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
 
 
-def _private_key(path: Path) -> _Private:
+def private_key(path: Path) -> _Private:
+    """The private key in a file.
+
+    Raises:
+        InputError: the file is missing, or is no OpenSSH private key of a `Kind` without a passphrase.
+    """
     try:
         key = load_ssh_private_key(path.read_bytes(), password=None)
     except OSError as error:
