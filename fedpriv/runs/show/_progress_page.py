@@ -23,7 +23,7 @@ from fedpriv.privacy.accounting.views import View
 from fedpriv.runs import RunFolder, RunStatus, files, resume_command, spent_on_view, status_of
 from fedpriv.runs.figures import figures, format_bound, format_delta, format_epsilon
 from fedpriv.runs.show import _plots
-from fedpriv.runs.show._report_page import Panel, panel, quality_panels, templates
+from fedpriv.runs.show._report_page import Panel, filled, panel, quality_panels
 from fedpriv.runs.show._sweeps import STATES, read_sweep, sweep_table
 from fedpriv.runs.show._terminal import clients_so_far, last_events, troubles
 from fedpriv.runs.show._tracking import SHARE, Share
@@ -144,21 +144,18 @@ class RunPage:
         if self._drawing.is_due:
             with self._drawing.spending():
                 self._panels = _panels(folder, status, "this run" if not_private else "with DP")
-        return (
-            templates()
-            .get_template("progress.html.j2")
-            .render(
-                name=folder.name,
-                timing=timing,
-                status=status,
-                reason=self.reason,
-                not_private=not_private,
-                figures=figures(folder, "terminal"),
-                clients=clients_so_far(status, spent_on_view(folder)),
-                troubles=troubles(status),
-                events=last_events(status),
-                panels=self._panels,
-            )
+        return filled(
+            "progress.html.j2",
+            name=folder.name,
+            timing=timing,
+            status=status,
+            reason=self.reason,
+            not_private=not_private,
+            figures=figures(folder, "terminal"),
+            clients=clients_so_far(status, spent_on_view(folder)),
+            troubles=troubles(status),
+            events=last_events(status),
+            panels=self._panels,
         )
 
 
@@ -167,20 +164,17 @@ def sweep_page(folder: Path, timing: Timing) -> str:
     sweep = read_sweep(folder, now=time.time())
     counts, table = Counter(run.state for run in sweep.runs), sweep_table(sweep)
     pages = [f"{run.key}/{files.REPORT}" if (folder / run.key / files.REPORT).is_file() else "" for run in sweep.runs]
-    return (
-        templates()
-        .get_template("sweep.html.j2")
-        .render(
-            name=sweep.title,
-            folder=folder,
-            timing=timing,
-            counts=", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]),
-            num_done=counts["finished"] + counts["failed"],
-            spending=sweep.spending,
-            spent=format_epsilon(sweep.spending.epsilon, sweep.spending.delta),
-            table=table,
-            rows=list(zip(pages, table.rows, strict=True)),
-        )
+    return filled(
+        "sweep.html.j2",
+        name=sweep.title,
+        folder=folder,
+        timing=timing,
+        counts=", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]),
+        num_done=counts["finished"] + counts["failed"],
+        spending=sweep.spending,
+        spent=format_epsilon(sweep.spending.epsilon, sweep.spending.delta),
+        table=table,
+        rows=list(zip(pages, table.rows, strict=True)),
     )
 
 

@@ -93,59 +93,61 @@ def render(
     accountant = "pld" if summary["accountant"] == "pld" else f"{summary['accountant']}, an upper bound"
     config = run.config if config is None else config
     environment = run.environment if environment is None else environment
-    return (
-        templates()
-        .get_template("report.html.j2")
-        .render(
-            name=run.name,
-            timing=None,
-            run=run,
-            summary=summary,
-            tiles=figures(run, "report"),
-            why_not_private=why_not_private(run),
-            accountant=accountant,
-            interval=summary.get("accuracy_interval"),
-            accuracies=tables.accuracy_table(summary),
-            joining=tables.joining_table(summary),
-            confusion=tables.confusion_table(summary),
-            next_tokens=counts_next_tokens(summary),
-            responses=tables.language_table(summary),
-            changes=tables.changes(summary),
-            samples=tables.sample_table(run.samples, private=summary["private"]),
-            epsilon_local=format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
-            epsilon_aggregate=_epsilon_aggregate(summary),
-            sums=_sums(run),
-            readers=readers_label(summary.get("num_readers", 0)),
-            earlier=_earlier_runs(summary),
-            retired={str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]},
-            epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
-            risk=risk_sentences(summary),
-            risk_figures=risk_figures(summary),
-            risk_panel=_risk_panel(summary),
-            audit=audit,
-            audit_bound=audit_bound(audit),
-            audit_curve_bound=audit_curve_bound(audit),
-            audit_claim=format_epsilon(audit["claimed_epsilon"], audit["delta"]) if audit else None,
-            recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
-            stored=stored,
-            stored_answers=tables.stored_answer_table(run.stored_answers) if stored else None,
-            spread=tables.spread_table(summary["clients"], view=summary["privacy_view"]),
-            clients=tables.client_table(
-                summary["clients"], accountant, view=summary["privacy_view"], unit=summary.get("unit")
-            ),
-            charged=_charged(run),
-            failures=_failures(run),
-            panels=_panels(run, folded=False),
-            folded=_panels(run, folded=True),
-            paper=paper_of(run),
-            settings={"Configuration": _texts(config), "Environment": _texts(environment)},
-        )
+    return filled(
+        "report.html.j2",
+        name=run.name,
+        timing=None,
+        run=run,
+        summary=summary,
+        tiles=figures(run, "report"),
+        why_not_private=why_not_private(run),
+        accountant=accountant,
+        interval=summary.get("accuracy_interval"),
+        accuracies=tables.accuracy_table(summary),
+        joining=tables.joining_table(summary),
+        confusion=tables.confusion_table(summary),
+        next_tokens=counts_next_tokens(summary),
+        responses=tables.language_table(summary),
+        changes=tables.changes(summary),
+        samples=tables.sample_table(run.samples, private=summary["private"]),
+        epsilon_local=format_epsilon(summary["epsilon_local_max"], summary["delta_max"]),
+        epsilon_aggregate=_epsilon_aggregate(summary),
+        sums=_sums(run),
+        readers=readers_label(summary.get("num_readers", 0)),
+        earlier=_earlier_runs(summary),
+        retired={str(c.get("name", c["client"])): c["rounds"] for c in summary["clients"] if c["retired"]},
+        epsilon_rho=format_epsilon(summary["epsilon_rho_max"], summary["delta_max"]),
+        risk=risk_sentences(summary),
+        risk_figures=risk_figures(summary),
+        risk_panel=_risk_panel(summary),
+        audit=audit,
+        audit_bound=audit_bound(audit),
+        audit_curve_bound=audit_curve_bound(audit),
+        audit_claim=format_epsilon(audit["claimed_epsilon"], audit["delta"]) if audit else None,
+        recurring=tables.recurrence_table((summary.get("integral") or {}).get("clusters")),
+        stored=stored,
+        stored_answers=tables.stored_answer_table(run.stored_answers) if stored else None,
+        spread=tables.spread_table(summary["clients"], view=summary["privacy_view"]),
+        clients=tables.client_table(
+            summary["clients"], accountant, view=summary["privacy_view"], unit=summary.get("unit")
+        ),
+        charged=_charged(run),
+        failures=_failures(run),
+        panels=_panels(run, folded=False),
+        folded=_panels(run, folded=True),
+        paper=paper_of(run),
+        settings={"Configuration": _texts(config), "Environment": _texts(environment)},
     )
 
 
+def filled(template: str, **values: Any) -> str:
+    """The page that a template of this package makes of values, all of which it escapes."""
+    return _templates().get_template(template).render(values)
+
+
 @cache
-def templates() -> Environment:
-    """The templates of this package, with the page's filters; they escape all that they are given."""
+def _templates() -> Environment:
+    """The templates of this package, with the page's filters."""
     environment = Environment(
         loader=PackageLoader("fedpriv.runs.show"),
         autoescape=True,
