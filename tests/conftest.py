@@ -20,6 +20,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 from peft import PeftModel
 
+from fedpriv.config import ON_NODES
 from fedpriv.learning.adapters import BaseModel, LoraSettings, attach, load_base
 from fedpriv.learning.data.records import Records
 from simulations.tiny_bert import make_tiny_bert
@@ -93,6 +94,14 @@ def small_run(tiny_bert: Path, table: Path) -> dict[str, object]:
         **{"simulate": True, "comparison": False},
         "memory_limit_mb": 8,  # a model tries all numbers of rows that its memory allows
     }
+
+
+@pytest.fixture(scope="session")
+def run_on_nodes(small_run: dict[str, object], table: Path) -> dict[str, object]:
+    """The same for a run of three nodes with records of their own, which is no simulation."""
+    values = {key: value for key, value in small_run.items() if key != "client_column"}
+    own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
+    return {**values, **own}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.config import parse, to_flower
 from fedpriv.holder.vault import _service
 from fedpriv.holder.vault._service import Closing, Worker, run_worker
 from fedpriv.holder.vault.settings import VaultSettings
@@ -54,11 +54,9 @@ def settings(tmp_path, tiny_bert) -> VaultSettings:
 
 
 @pytest.fixture
-def train(small_run, table):
+def train(run_on_nodes):
     """Builds a request for an update of all records."""
-    values = {key: value for key, value in small_run.items() if key != "client_column"}
-    own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
-    config = parse({**values, **own})
+    config = parse(run_on_nodes)
     initial = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
 
     def build(run: str, **changes: object) -> Request:

@@ -16,7 +16,7 @@ from flwr.app import Context, RecordDict
 from clients.app import app as client_app
 from clients.deploy import admission
 from clients.deploy.by_file import _node_key
-from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.config import parse, to_flower
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import FAILED, REFUSED, REGISTER, TRAIN, Request, Response, frame_in
@@ -55,10 +55,8 @@ def vault(site) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def run_config(small_run, table) -> dict[str, object]:
-    values = {key: value for key, value in small_run.items() if key != "client_column"}
-    own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 2, "simulate": False}
-    return to_flower(parse({**values, **own}))
+def run_config(run_on_nodes) -> dict[str, object]:
+    return to_flower(parse({**run_on_nodes, "num_clients": 2}))
 
 
 @pytest.fixture

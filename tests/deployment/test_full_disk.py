@@ -12,7 +12,7 @@ import pytest
 
 from clients.deploy.folder import Node
 from clients.deploy.supernode import running_vault
-from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.config import parse, to_flower
 from fedpriv.files import FLOOR_BYTES
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
@@ -49,12 +49,10 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def build(small_run, table, tiny_bert):
+def build(run_on_nodes, tiny_bert):
     """Builds a request for an update of a run of its own, with texts cut to so many tokens."""
-    own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
     # Large replies fill the disk with few updates.
-    own |= {"rank": 32, "local_steps": 1}
-    values = {key: value for key, value in small_run.items() if key != "client_column"} | own
+    values = {**run_on_nodes, "rank": 32, "local_steps": 1}
     configs = [parse({**values, "max_length": length}) for length in (16, 32)]
     initial = {name: tensor.numpy() for name, tensor in workbench(configs[0]).initial.items()}
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.config import parse, to_flower
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import (
@@ -132,10 +132,8 @@ def vault(settings) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def honest(small_run, table) -> list[Request]:
-    values = {key: value for key, value in small_run.items() if key != "client_column"}
-    own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
-    config = parse({**values, **own})
+def honest(run_on_nodes) -> list[Request]:
+    config = parse(run_on_nodes)
     adapter = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
     fields = kinds.pack_instruction("run", 1, UpdateSpec.of(config))
     asked = {"run_config": to_flower(config), "fields": fields, "arrays": {kinds.ADAPTER: adapter}}

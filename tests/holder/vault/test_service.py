@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.config import parse, to_flower
 from fedpriv.errors import InputError
 from fedpriv.holder.vault._service import _listener
 from fedpriv.holder.vault.settings import VaultSettings
@@ -43,10 +43,8 @@ def vault(settings) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def run_config(small_run, table) -> dict[str, object]:
-    values = {key: value for key, value in small_run.items() if key != "client_column"}
-    own = {"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3, "simulate": False}
-    return to_flower(parse({**values, **own}))
+def run_config(run_on_nodes) -> dict[str, object]:
+    return to_flower(parse(run_on_nodes))
 
 
 @pytest.fixture(scope="module")
