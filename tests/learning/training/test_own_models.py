@@ -383,6 +383,12 @@ def test_an_empty_sample_still_adds_noise_and_is_charged(model):
     assert event.sampling_probability == 1e-9
 
 
+def test_no_single_value_of_a_step_is_left_without_noise(model):
+    one, other = (model.layout.flatten_one(step(model, rows(40), probability=1e-9, seed=seed)[0]) for seed in (0, 1))
+    assert (one != other).all()
+    assert ((one != 0) & (other != 0)).all()
+
+
 def test_a_charge_that_is_refused_ends_the_step_before_a_record_is_touched(model):
     touched = []
     model._losses = lambda batch: touched.append(batch)
