@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 Held = TypeVar("Held", TextData, "TensorRecords")
 
 _NO_RECORDS = TextData((), ())
+
+# Both a run's first checks and the run itself read it.
+_corpus = cache(hospital.generate)
 
 # A column that numbers the units while these are dealt out.
 _UNIT = "fedpriv: number of the unit"
@@ -191,7 +195,7 @@ def answered(data: TextData, config: DataSection) -> TextData:
 
 
 def _embedded(config: RunConfig) -> FederatedData:
-    train, test = hospital.generate()
+    train, test = _corpus()
     if config.task != "SEQ_CLS":
         raise InputError(f"task = {config.task}: the embedded corpus is for SEQ_CLS; name a data file")
     names = tuple(dict.fromkeys(message.hospital for message in train))
