@@ -290,6 +290,7 @@ def predict(
 
     Example: fedpriv predict results/20261121-042553-embedded letters.csv --text letter --out answers.csv
     """
+    from fedpriv.learning.adapters import use_the_faster
     from fedpriv.models.publishing import saved
 
     check_new_file(out)
@@ -297,7 +298,9 @@ def predict(
     asking = _asked(asked, text, pair, choices or [], separator=separator, encoding=encoding)
     if out is not None and asking.columns is None:
         raise InputError(f"out = {str(out)!r}: is for the answers to a file; a single text's are printed")
-    new = _predicted(saved.load(found), asking, max_new_tokens)
+    loaded = saved.load(found)
+    use_the_faster(loaded.peft_model)
+    new = _predicted(loaded, asking, max_new_tokens)
     if num_empty := len(asking.texts) - len(asking.given):
         typer.echo(f"{num_empty} of {counted(len(asking.texts), 'row')} without a text: they have no answer", err=True)
     rows = [dict(zip(new, values, strict=True)) for values in zip(*new.values(), strict=True)]

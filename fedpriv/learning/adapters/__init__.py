@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.adapters._locations import public_name as public_name
     from fedpriv.learning.adapters._locations import quiet_hub as quiet_hub
     from fedpriv.learning.adapters._locations import weights_digests as weights_digests
+    from fedpriv.learning.adapters._products import use_the_faster as use_the_faster
     from fedpriv.learning.adapters.lora import LoraSettings as LoraSettings
     from fedpriv.learning.adapters.lora import attach as attach
     from fedpriv.learning.adapters.lora import last_targets as last_targets

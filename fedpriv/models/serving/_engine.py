@@ -3,17 +3,12 @@
 The base's products are shared by all rows; what a variant adds to a layer is a batched product of its low-rank factors
 with its own rows. Nothing that a row's variant holds enters another row's sums, so a NaN stays where it is.
 
-torch multiplies float32 matrices with MKL. On processors that MKL does not know well, oneDNN, which torch brings along
-for bfloat16 and for compiled models, takes as little as a third of the time: the faster one on this machine is used.
-
 Source: Chen et al. 2024 (Punica), section 3; Sheng et al. 2024 (S-LoRA), section 4.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,21 +17,12 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedpriv.learning.adapters import A_SUFFIX, B_SUFFIX
+from fedpriv.learning.adapters import A_SUFFIX, B_SUFFIX, use_the_faster
 from fedpriv.learning.adapters.pooling import pools, vectors
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.models.serving.requests import Tokens
 
 _HEAD = ".modules_to_save.default"
-
-# Tokens of the product that is timed, how often it is, and the share of the time that must be saved.
-_TOKENS = 256
-
-_REPEATS = 5
-_LEAST_SAVING = 0.1
-
-# Products of fewer weights are hardly worth a choice.
-_FEWEST = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -259,52 +245,3 @@ def _added(output: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if output.dtype == narrow.dtype:
         return flat.baddbmm_(narrow, b).view(output.shape)
     return (flat + narrow @ b).to(output.dtype).view(output.shape)
-
-
-def use_the_faster(base: Any) -> bool:
-    """Give the linear layers of a model another forward pass if that is faster here; whether it did.
-
-    The results are the same up to rounding.
-
-    Args:
-        base: frozen, for inference only. Layers in another format or on another device stay as they are.
-    """
-    found = [
-        module
-        for module in base.modules()
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
-    ]
-    largest = max(found, key=lambda module: module.weight.numel(), default=None)
-    if largest is None or largest.weight.numel() < _FEWEST or not _has_onednn():
-        return False
-    with torch.inference_mode():
-        # Not the vocabulary's: as many outputs as inputs stand for all layers.
-        weight = largest.weight[: largest.in_features]
-        x = torch.ones(_TOKENS, largest.in_features)
-        usual, other = partial(F.linear, x, weight), partial(onednn_linear, x, weight, None)
-        times = [(_seconds(usual), _seconds(other)) for _ in range(1 + _REPEATS)][1:]
-    if min(other for _, other in times) > (1 - _LEAST_SAVING) * min(usual for usual, _ in times):
-        return False
-    for module in found:
-        vars(module)["forward"] = partial(_forward, module)
-    return True
-
-
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times weight [out, in], transposed, plus bias [out]."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return found
-
-
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return onednn_linear(x, module.weight, module.bias)
-
-
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _seconds(product: Callable[[], Tensor]) -> float:
-    started = time.perf_counter()
-    product()
-    return time.perf_counter() - started

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.models.serving import _engine
+from fedpriv.learning.adapters import _products, use_the_faster
 
 
 @pytest.fixture
@@ -15,15 +15,17 @@ def layers():
     return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256, bias=False)).eval()
 
 
-@pytest.mark.parametrize(("usual", "other", "taken"), [(1.0, 0.5, True), (1.0, 0.95, False), (0.5, 1.0, False)])
-def test_the_faster_is_taken_and_gives_the_same(layers, monkeypatch, usual, other, taken):
-    if not _engine._has_onednn():
+@pytest.mark.parametrize("most_copied", [0, 2**29])
+@pytest.mark.parametrize(("usual", "other", "taken"), [(1.0, 0.5, True), (1.0, 0.97, False), (0.5, 1.0, False)])
+def test_the_faster_is_taken_and_gives_the_same(layers, monkeypatch, usual, other, taken, most_copied):
+    if not _products._has_onednn():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(_engine, "_seconds", lambda p: other if p.func is _engine.onednn_linear else usual)
+    monkeypatch.setattr(_products, "_seconds", lambda p: other if p.func is _products._onednn_linear else usual)
+    monkeypatch.setattr(_products, "_MOST_COPIED", most_copied)
     x = torch.randn(3, 5, 256)
     with torch.inference_mode():
         expected = layers(x)
-        assert _engine.use_the_faster(layers) is taken
+        assert use_the_faster(layers) is taken
         assert torch.allclose(layers(x), expected, atol=1e-5)
         x[1] = math.nan
         found = layers(x)
@@ -32,5 +34,5 @@ def test_the_faster_is_taken_and_gives_the_same(layers, monkeypatch, usual, othe
 
 
 def test_other_formats_and_small_models_keep_their_products(layers):
-    assert not _engine.use_the_faster(layers.to(torch.bfloat16))
-    assert not _engine.use_the_faster(nn.Linear(8, 8))
+    assert not use_the_faster(layers.to(torch.bfloat16))
+    assert not use_the_faster(nn.Linear(8, 8))
