@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -17,6 +16,7 @@ from fedpriv.models.variants.composition import History
 from fedpriv.models.variants.folders import Described, VariantFolders
 from fedpriv.models.variants.store import Store
 from simulations.benchmarks._dedup_process import digest
+from simulations.benchmarks._measuring import alternate, claim
 
 NUM_ADAPTERS = 50
 ADAPTER_BLOCK, ADAPTER_SHARE = 64, 0.4
@@ -48,8 +48,14 @@ def make_adapters(folder: Path, num_variants: int) -> None:
             folders.write(folder / "variants" / name, described, tensors)
 
 
-def measure_adapters(folder: Path, num_variants: int, num_queries: int, repeats: int) -> list[dict[str, Any]]:
-    """Claims about loading adapters by the readers of a server, the store's and that of folders."""
+def load_all(load: Callable[[str], Tensors], names: list[str]) -> None:
+    """Load one after the other."""
+    for name in names:
+        load(name)
+
+
+def measure_adapters(folder: Path, num_variants: int, num_queries: int, repeats: int) -> None:
+    """Print claims about loading adapters by the readers of a server, the store's and that of folders."""
     make_adapters(folder, num_variants)
     own = VariantFolders(folder / "variants")
     queries = np.random.default_rng(0).choice(own.names, num_queries).tolist()
@@ -63,19 +69,10 @@ def measure_adapters(folder: Path, num_variants: int, num_queries: int, repeats:
             given = {digest(load(name)) for load in arms.values()}
             if len(given) > 1:
                 raise StoreError(f"variant {name!r}: was not loaded bit for bit")
-        seconds = {arm: list[float]() for arm in arms}
-        for _ in range(repeats):
-            for arm, load in arms.items():
-                began = time.perf_counter()
-                for name in queries:
-                    load(name)
-                seconds[arm].append(time.perf_counter() - began)
+        seconds = alternate({arm: partial(load_all, load, queries) for arm, load in arms.items()}, repeats)
     middle = {arm: float(np.median(taken)) / num_queries for arm, taken in seconds.items()}
     print("adapters: " + ", ".join(f"{arm} {1e6 * each:.0f} microseconds a load" for arm, each in middle.items()))
-    claim = "adapters: loading of checked variants, a folder each / the store"
     ratio = middle["a folder each"] / middle["the store"]
+    claim("adapters: loading of checked variants, a folder each / the store", at_least=1.0, ratio=ratio)
     unchecked = middle["`load_file`, unchecked"] / middle["the store"]
-    return [
-        {"claim": claim, "ratio": ratio, "target": 1.0, "met": ratio >= 1.0},
-        {"claim": "adapters: loading, `load_file` without a check / the store", "ratio": unchecked},
-    ]
+    claim("adapters: loading, `load_file` without a check / the store", ratio=unchecked)

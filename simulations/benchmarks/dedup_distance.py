@@ -14,9 +14,6 @@ import argparse
 import itertools
 import json
 import os
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from fedpriv.models.dedup.distance import nearest
+from simulations.benchmarks._measuring import claim, fresh_process, resident
 
 TARGET_SECONDS, TARGET_BYTES = 60.0, 2 * 10**9
 
@@ -55,8 +53,7 @@ def search(file: Path) -> dict[str, float]:
             num_found += int((indices == np.arange(len(indices))).sum())
             num_related += len(indices)
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "bytes": peak, "found": num_found / max(num_related, 1)}
+    return {"seconds": seconds, "bytes": resident("VmHWM"), "found": num_found / max(num_related, 1)}
 
 
 def main() -> None:
@@ -74,21 +71,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "models.npy"
         write_models(file, arguments.models, arguments.values, arguments.block_size, arguments.seed)
-        command = [sys.executable, "-m", "simulations.benchmarks.dedup_distance", "--search", str(file)]
         one_core = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        row = json.loads(subprocess.run(command, check=True, env=one_core, stdout=subprocess.PIPE, text=True).stdout)
+        row = fresh_process("dedup_distance", "--search", file, environment=one_core)
     print(f"{row['seconds']:.1f} s, {row['bytes'] / 1e9:.2f} GB at its peak, {row['found']:.1%} of relatives found")
-    print(
-        json.dumps(
-            {
-                "claim": f"nearest blocks in each pair of {arguments.models} models of {arguments.values} "
-                f"values at blocks of {arguments.block_size}, on one core, within {TARGET_BYTES / 1e9:g} GB",
-                "seconds": row["seconds"],
-                "bytes": row["bytes"],
-                "target": TARGET_SECONDS,
-                "met": row["seconds"] <= TARGET_SECONDS and row["bytes"] <= TARGET_BYTES,
-            }
-        )
+    claim(
+        f"nearest blocks in each pair of {arguments.models} models of {arguments.values} values at blocks of "
+        f"{arguments.block_size}, on one core, within {TARGET_BYTES / 1e9:g} GB",
+        at_most=TARGET_SECONDS,
+        holds=row["bytes"] <= TARGET_BYTES,
+        seconds=row["seconds"],
+        bytes=row["bytes"],
     )
 
 

@@ -29,7 +29,6 @@ Source: Guan et al. 2025, Figures 5 and 8.
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +48,7 @@ from fedpriv.models.variants.store import Store
 from simulations.benchmarks import _adapter_readers
 from simulations.benchmarks._bounded_memory import kind_of, read_speed, slowed, temporary_group
 from simulations.benchmarks._dedup_process import ARMS, Arm, ArmFigures, ArmJob, Workload, digest, in_a_process
+from simulations.benchmarks._measuring import claim
 from simulations.benchmarks._plain_files import read_header
 from simulations.benchmarks._store_registry import targets_in
 
@@ -322,23 +322,18 @@ def changed(
     return dict(layout.from_blocks(blocks, {**extras, **late}))
 
 
-def claims_of(case: str, reports: list[LoadingReport]) -> list[dict[str, Any]]:
-    """The medians and ranges of the ratios."""
-    claims = []
+def told(case: str, reports: list[LoadingReport]) -> None:
+    """Print claims with the medians and ranges of the ratios."""
     for kind in KINDS:
         for name in reports[0].load_ratios(kind):
             loads = [report.load_ratios(kind)[name] for report in reports]
-            ratio = float(np.median(loads))
-            claim = {
-                "claim": f"{case}: {kind} loading of variants, plain files by {name} / registry",
-                "ratio": ratio,
-                "range": [min(loads), max(loads)],
-                "with inference": float(np.median([report.total_ratios(kind)[name] for report in reports])),
-            }
-            if target := TARGETS.get((kind, name)):
-                claim |= {"target": target, "met": ratio >= target}
-            claims.append(claim)
-    return claims
+            claim(
+                f"{case}: {kind} loading of variants, plain files by {name} / registry",
+                at_least=TARGETS.get((kind, name)),
+                ratio=float(np.median(loads)),
+                range=[min(loads), max(loads)],
+                with_inference=float(np.median([report.total_ratios(kind)[name] for report in reports])),
+            )
 
 
 def lines_of(found: LoadingReport) -> list[str]:
@@ -398,14 +393,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a folder with 1.3 GB free; default the system's temporary one")
     arguments = parser.parse_args()
     for name, reports in measure_cases(arguments).items():
-        for claim in claims_of(name, reports):
-            print(json.dumps(claim))
+        told(name, reports)
     if ADAPTERS in arguments.cases:
         number = arguments.variants or _adapter_readers.NUM_ADAPTERS
         with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
-            found = _adapter_readers.measure_adapters(Path(temporary), number, arguments.queries, arguments.repeats)
-        for claim in found:
-            print(json.dumps(claim))
+            _adapter_readers.measure_adapters(Path(temporary), number, arguments.queries, arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import psutil
 from fedpriv.config import ON_NODES
 from fedpriv.learning.adapters import BUNDLED_ENCODER
 from fedpriv.learning.data import hospital
+from simulations.benchmarks._measuring import claim
 from simulations.sites import DeployedFederation, Service, wait_until
 
 # Of three nodes.
@@ -201,12 +202,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error(f"--rounds = {arguments.rounds}: must be at least 2, since the first one is left out")
-    claims = [measured(num_nodes, arguments) for num_nodes in arguments.nodes]
-    print("\n".join(map(json.dumps, claims)))
+    for num_nodes in arguments.nodes:
+        measured(num_nodes, arguments)
 
 
-def measured(num_nodes: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The claim of a federation of so many nodes; prints what it is made of."""
+def measured(num_nodes: int, arguments: argparse.Namespace) -> None:
+    """Print the claim of a federation of so many nodes, and what it is made of."""
     with tempfile.TemporaryDirectory() as folder:
         found = run(
             num_nodes,
@@ -223,9 +224,8 @@ def measured(num_nodes: int, arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"{'all':>21}: {found.spent.total() / num_rounds:6.2f} processor seconds a round")
     print("resident MiB:", ", ".join(f"{name} {size:.0f}" for name, size in sorted(found.mebibytes.items())))
     median = statistics.median(found.lengths[1:])
-    claim = f"a deployed round, {num_nodes} nodes on loopback, MiniLM: seconds in the median after the first"
-    target = TARGETS.get(num_nodes)
-    return {"claim": claim, "seconds": median, "target": target, "met": target is None or median <= target}
+    text = f"a deployed round, {num_nodes} nodes on loopback, MiniLM: seconds in the median after the first"
+    claim(text, at_most=TARGETS.get(num_nodes), seconds=median)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ alternate, and the ratio is of the medians.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
 from fedpriv.privacy.mechanisms.registry import MECHANISMS, NoiseRequest
 from fedpriv.privacy.mechanisms.sources import SecureSource
+from simulations.benchmarks._measuring import alternate, claim
 
 TARGET = 3.0
 # {mechanism: the noise in words, its parameters}
@@ -50,33 +49,20 @@ def arm(name: str, num_values: int, noise_multiplier: float) -> Callable[[], Non
     return release
 
 
-def seconds(run: Callable[[], None]) -> float:
-    """Wall-clock time of one call."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 def main() -> None:
-    """Print milliseconds of each arm, and the claim as one line of JSON."""
+    """Print milliseconds of each arm, and the claim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mechanism", choices=ARMS, default="discrete-gaussian")
     parser.add_argument("--values", type=int, default=28_000)
     parser.add_argument("--repeats", type=int, default=400)
     given = parser.parse_args()
     arms = {name: arm(name, given.values, 1.5) for name in ("gaussian", given.mechanism)}
-    for run in arms.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(given.repeats):
-        for name, run in arms.items():
-            times[name].append(seconds(run))
-    medians = {name: statistics.median(each) for name, each in times.items()}
+    medians = {name: statistics.median(each) for name, each in alternate(arms, given.repeats).items()}
     for name, median in medians.items():
         print(f"{name:20} {1000 * median:.3f} ms for {given.values} values")
     ratio = medians[given.mechanism] / medians["gaussian"]
-    claim = f"{ARMS[given.mechanism][0]} over floating-point Gaussian noise, secure source"
-    print(json.dumps({"claim": claim, "ratio": ratio, "target": TARGET, "met": ratio <= TARGET}))
+    text = f"{ARMS[given.mechanism][0]} over floating-point Gaussian noise, secure source"
+    claim(text, at_most=TARGET, ratio=ratio)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +33,7 @@ from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.stacked import local_update
 from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
+from simulations.benchmarks._measuring import alternate, claim, fresh_process, resident
 
 BATCH, TOKENS, CLASSES = 8, 32, 8
 # Steps of one local update, and of one turn of every arm.
@@ -122,32 +120,12 @@ def opacus_step(model: TrainingModel, records: Records) -> Callable[[], None]:
     return steps
 
 
-def alternate(arms: dict[str, Callable[[], None]], steps: int) -> dict[str, float]:
-    """Median seconds of a step of each arm, the arms taking turns of a few steps after a warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(steps // STEPS + 1):
-        for name, run in arms.items():
-            started = time.perf_counter()
-            run()
-            if turn:
-                times[name].append((time.perf_counter() - started) / STEPS)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def peak_during(run: Callable[[], None], repeats: int = 3) -> int:
     """Peak resident bytes of so many calls; the kernel's mark is reset first, since loading the model took more."""
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(repeats):
         run()
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return 1024 * int(line.split()[1])
-
-
-def peak_memory(arm: str, layers: str) -> int:
-    """Peak resident bytes of a fresh process, the model included, while it takes some steps of the arm."""
-    command = [sys.executable, "-m", "simulations.benchmarks.dp_step", "--memory-of", arm, "--layers", layers]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(done.stdout.splitlines()[-1])
+    return resident("VmHWM")
 
 
 def make_arms(layers: str, source: RandomSource) -> dict[str, Callable[[], Callable[[], None]]]:
@@ -174,15 +152,17 @@ def main() -> None:
     source = SeededSource(0) if arguments.seeded else SecureSource()
     if arguments.memory_of:
         step = make_arms(arguments.layers, source)[arguments.memory_of]()
-        print(peak_during(step))
+        print(json.dumps({"peak": peak_during(step)}))
         return
     ratios, in_bfloat16, rival, memory, faster = {}, {}, {}, {}, {}
     for layers in ("all", "last-2"):
-        medians = alternate({arm: make() for arm, make in make_arms(layers, source).items()}, arguments.steps)
+        times = alternate({arm: make() for arm, make in make_arms(layers, source).items()}, arguments.steps // STEPS)
+        medians = {arm: statistics.median(taken) / STEPS for arm, taken in times.items()}
         ratios[layers], rival[layers] = medians["dp"] / medians["plain"], medians["opacus"] / medians["plain"]
         in_bfloat16[layers] = medians["dp bfloat16"] / medians["plain bfloat16"]
         faster[layers] = medians["dp bfloat16"] / medians["dp"]
-        peaks = {arm: peak_memory(arm, layers) for arm in ("plain", "dp", "opacus")}
+        alone = {arm: ("--memory-of", arm, "--layers", layers) for arm in ("plain", "dp", "opacus")}
+        peaks = {arm: fresh_process("dp_step", *options)["peak"] for arm, options in alone.items()}
         memory[layers] = peaks["dp"] / peaks["plain"]
         print(
             f"LoRA in {layers} layers, {name} noise: plain {1e3 * medians['plain']:.1f} ms, DP "
@@ -192,18 +172,14 @@ def main() -> None:
             f"{1e3 * medians['dp bfloat16']:.1f} ms, ratio {in_bfloat16[layers]:.3f}"
         )
     setting = f"MiniLM, batch {BATCH}, {TOKENS} tokens, {name} noise"
-    for claim, by_layers, target in (
+    for text, by_layers, target in (
         (f"DP step / non-private LoRA step, {setting}", ratios, TARGETS["float32"]),
         (f"DP step / non-private LoRA step, bfloat16, {setting}", in_bfloat16, TARGETS["bfloat16"]),
         (f"DP step in bfloat16 / in float32, {setting}, LoRA in the last two layers", faster, BFLOAT16_TARGET),
         (f"peak memory, DP / non-private, {setting}", memory, 1.10),
     ):
         worst = by_layers["last-2"] if by_layers is faster else max(by_layers.values())
-        print(
-            json.dumps(
-                {"claim": claim, "ratio": worst, "by_layers": by_layers, "target": target, "met": worst <= target}
-            )
-        )
+        claim(text, at_most=target, ratio=worst, by_layers=by_layers)
 
 
 if __name__ == "__main__":

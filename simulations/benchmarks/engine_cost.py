@@ -11,7 +11,6 @@ empty training, shows what guard, charge, ledger, accounts and report cost.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import statistics
@@ -32,7 +31,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-from fedpriv.learning.data.records import Records
+from simulations.benchmarks._measuring import claim, seconds_of
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 
@@ -65,34 +64,24 @@ def make_server_app(num_clients: int, rounds: int) -> ServerApp:
     return app
 
 
-def in_process(num_clients: int, rounds: int) -> float:
-    """Seconds on the in-process grid."""
-    started = time.perf_counter()
+def in_process(num_clients: int, rounds: int) -> None:
+    """A run on the in-process grid."""
     contexts = {
         node: Context(1, node, {"partition-id": node - 2}, RecordDict(), {}) for node in range(2, num_clients + 2)
     }
     with task_identity(1):
         grid = LocalGrid(contexts, None, make_client_app())
         make_server_app(num_clients, rounds)(grid, Context(1, 1, {}, RecordDict(), {}))
-    return time.perf_counter() - started
 
 
-def flower_ray(num_clients: int, rounds: int) -> float:
-    """Seconds on Flower's Ray engine."""
-    started = time.perf_counter()
+def flower_ray(num_clients: int, rounds: int) -> None:
+    """A run on Flower's Ray engine."""
     run_simulation(
         server_app=make_server_app(num_clients, rounds),
         client_app=make_client_app(),
         num_supernodes=num_clients,
         backend_config={"client_resources": {"num_cpus": 1}},
     )
-    return time.perf_counter() - started
-
-
-def head(records: Records, num: int) -> Records:
-    """The first few records."""
-    features = {name: vectors[:num] for name, vectors in records.features.items()}
-    return Records(features=features, labels=records.labels[:num], pad_token_id=records.pad_token_id)
 
 
 def own_apps(num_clients: int, rounds: int) -> float:
@@ -131,7 +120,7 @@ def own_apps(num_clients: int, rounds: int) -> float:
                 for task in tasks
             ]
 
-        bench.test = head(bench.test, 8)  # the server's evaluation is not part of the engine
+        bench.test = bench.test.part(range(8))  # the server's evaluation is not part of the engine
         started = time.perf_counter()
         with task_identity(1):
             grid = LocalGrid(federation.SimulatedNodes(config), untrained, client_app)
@@ -140,33 +129,23 @@ def own_apps(num_clients: int, rounds: int) -> float:
 
 
 def main() -> None:
-    """Print a table and then a JSON line for each number of clients."""
+    """Print a line for each number of clients, and its claim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=sorted(TARGETS))
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     for name in ("flwr", "ray"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    lines = []
     for num_clients in arguments.clients:
-        ours = statistics.median(in_process(num_clients, arguments.rounds) for _ in range(3))
+        ours = statistics.median(seconds_of(in_process, num_clients, arguments.rounds) for _ in range(3))
         own = own_apps(num_clients, arguments.rounds)
-        rival = flower_ray(num_clients, arguments.rounds)
+        rival = seconds_of(flower_ray, num_clients, arguments.rounds)
         print(
             f"{num_clients} clients, {arguments.rounds} rounds of 1 MB: Flower on Ray {rival:.2f} s, in-process "
             f"{ours:.3f} s, ratio {rival / ours:.1f}; fedpriv's own apps with ledger and report {own:.2f} s"
         )
-        target = TARGETS.get(num_clients)
-        lines.append(
-            {
-                "claim": f"engine cost, {num_clients} clients, Flower on Ray / in-process",
-                "ratio": rival / ours,
-                "target": target,
-                "met": target is None or rival / ours >= target,
-            }
-        )
-    for line in lines:
-        print(json.dumps(line))
+        text = f"engine cost, {num_clients} clients, Flower on Ray / in-process"
+        claim(text, at_least=TARGETS.get(num_clients), ratio=rival / ours)
 
 
 if __name__ == "__main__":

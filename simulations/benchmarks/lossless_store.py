@@ -11,10 +11,8 @@ reads from files that the system has cached; for plain files that is `safetensor
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from fedpriv.learning.data import hospital
 from fedpriv.models.variants.blocks import Tensors, layout_of
 from fedpriv.models.variants.lossless import Reference, best_reference, sample
 from fedpriv.models.variants.store import Store
+from simulations.benchmarks._measuring import claim, seconds_of
 from simulations.benchmarks.dedup_resume import make_run
 
 ADAPTERS = "adapters"
@@ -82,12 +81,7 @@ def written(folder: Path, models: Iterator[dict[str, torch.Tensor]]) -> list[Pat
 
 def speed(num_bytes: int, work: Callable[[], Any]) -> float:
     """Gigabytes of a model a second, the median of some."""
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return num_bytes / 1e9 / statistics.median(seconds)
+    return num_bytes / 1e9 / statistics.median(seconds_of(work) for _ in range(REPEATS))
 
 
 def same(one: Tensors, other: Mapping[str, NDArray[Any]]) -> bool:
@@ -154,8 +148,8 @@ def main() -> None:
             rows[family] = measured(files, folder / "store")
             print(ROW.format(family=family, **rows[family]), flush=True)
     for family, row in rows.items():
-        claim, met = f"{family}: bytes of a store without loss / of plain files", row["stored"] < 1 and row["equal"]
-        print(json.dumps({"claim": claim, "ratio": row["stored"], "target": 1.0, "met": met}))
+        text = f"{family}: bytes of a store without loss / of plain files"
+        claim(text, at_most=1.0, holds=row["equal"], ratio=row["stored"])
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ noise and optimizer. A simulation's test of the same records is compared with it
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,24 +25,18 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import BUNDLED_LANGUAGE_MODEL
 from fedpriv.learning.data.records import Records
-from fedpriv.learning.training import PoissonSampler, TrainingModel
+from fedpriv.learning.training import TrainingModel
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.stacked import local_update
 from fedpriv.learning.training.workbench import load_model
 from fedpriv.privacy.mechanisms.sources import SeededSource
+from simulations.benchmarks._measuring import claim, seconds_of
+from simulations.benchmarks.dp_step import FixedBatches
 
 CLASSES = 8
 # So many rounds that the caches pay off.
 STEP: dict[str, Any] = {"local_steps": 1, "rounds": 1000, "learning_rate": 0.1, "noise_multiplier": 1.0}
-
-
-class Everyone(PoissonSampler):
-    """Draws every record."""
-
-    def draw(self, num_records: int) -> list[int]:
-        """All indices."""
-        return list(range(num_records))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +88,10 @@ def seconds(model: TrainingModel, config: RunConfig, records: Records, trains: s
         data=records,
         spec=replace(UpdateSpec.of(config), trains=trains, batch_size=len(records)),
         round=1,
-        sampler=Everyone(num_registered=len(records), expected_batch_size=len(records), source=source),
+        sampler=FixedBatches(num_registered=len(records), expected_batch_size=len(records), source=source),
         noise=source,
     )
-    begin = time.perf_counter()
-    local_update(model, task)
-    return time.perf_counter() - begin
+    return seconds_of(local_update, model, task)
 
 
 def measured(
@@ -115,18 +105,14 @@ def measured(
     firsts = [seconds(model, config, records, trains) for model in arms]
     pairs = [[seconds(model, config, records, trains) for model in arms] for _ in range(repeats)]
     steps = [statistics.median(times) for times in zip(*pairs, strict=True)]
-    began = time.perf_counter()
-    for _ in range(repeats):
-        evaluate(arms[1], records, keep_features=trains == "head")
-    test = (time.perf_counter() - began) / repeats
+    tested = partial(evaluate, arms[1], records, keep_features=trains == "head")
+    test = statistics.fmean(seconds_of(tested) for _ in range(repeats))
     return steps, [first - step for first, step in zip(firsts, steps, strict=True)], test
 
 
-def report(what: str, times: Sequence[float]) -> None:
-    """A JSON line of a claim about the ratio of two times."""
-    one, other = times
-    line = {"claim": what, "ratio": one / other, "target": None, "met": None, "seconds": list(times)}
-    print(json.dumps(line), flush=True)
+def report(what: str, times: list[float]) -> None:
+    """Print a claim about the ratio of two times."""
+    claim(what, ratio=times[0] / times[1], seconds=times)
 
 
 def main() -> None:
@@ -152,7 +138,7 @@ def main() -> None:
                 steps, _, test = measured(config, setting.trains, num, CLASSES, arguments.repeats)
                 what = f"{num} records of {tokens} tokens, {setting.title}"
                 report(f"a step, {what}: records alone / in shared passes", steps)
-                report(f"{what}, in shared passes: a test / a step", (test, steps[1]))
+                report(f"{what}, in shared passes: a test / a step", [test, steps[1]])
             if arguments.filled and setting.prefix_cache and tokens == arguments.tokens[0]:
                 _, filling, _ = measured(config, setting.trains, arguments.filled, CLASSES, 1)
                 what = f"{arguments.filled} records of {tokens} tokens, {setting.title}"

@@ -35,7 +35,8 @@ from fedpriv.config import parse
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training.workbench import workbench
 from server.observer import LogObserver
-from simulations.benchmarks.registered_clients import WORDS, peak_memory, write_records
+from simulations.benchmarks._measuring import resident
+from simulations.benchmarks.registered_clients import WORDS, write_records
 from simulations.engines import federation
 from simulations.tiny_bert import make_tiny_bert
 
@@ -87,7 +88,7 @@ def ours(arm: str, folder: Path, num_clients: int, rounds: int) -> dict[str, Any
     config = parse(values_of(folder, num_clients, rounds) | ARMS[arm])
     federation.run(config, LogObserver())
     accuracy = json.loads((Path(config.out) / "summary.json").read_text())["accuracy"]
-    return {"accuracy": accuracy, "peak": peak_memory()}
+    return {"accuracy": accuracy, "peak": resident("VmHWM")}
 
 
 def write_task(folder: Path, num_clients: int) -> None:

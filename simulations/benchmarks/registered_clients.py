@@ -17,8 +17,6 @@ import logging
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,6 +31,7 @@ from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.runs import RoundRow
 from server.observer import LogObserver, RunProgress
+from simulations.benchmarks._measuring import claim, fresh_process, resident
 from simulations.engines import federation
 from simulations.tiny_bert import make_tiny_bert
 
@@ -58,7 +57,7 @@ class Clock(LogObserver):
     def started(
         self, config: RunConfig, registrations: Sequence[Registration], learning_rate: LearningRate | None
     ) -> None:
-        self.began["rounds"], self.before = time.perf_counter(), peak_memory()
+        self.began["rounds"], self.before = time.perf_counter(), resident("VmHWM")
 
     def round_done(self, row: RoundRow) -> None:
         if row.round:
@@ -72,12 +71,6 @@ class Clock(LogObserver):
         """{part: seconds from its beginning to that of the next}."""
         times = list(self.began.values())
         return {part: after - before for part, before, after in zip(self.began, times, times[1:], strict=False)}
-
-
-def peak_memory() -> int:
-    """Peak resident bytes so far."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return 1024 * int(line.split()[1])
 
 
 def write_records(path: Path, num_clients: int) -> None:
@@ -124,7 +117,7 @@ def one_size(registered: int, sampled: int, rounds: int) -> dict[str, Any]:
             "begin": sum(parts[part] for part in ("registering the nodes", "calibrating the noise")),
             "round": statistics.median(clock.rounds),
             "before": clock.before,
-            "peak": peak_memory(),
+            "peak": resident("VmHWM"),
             "seconds": sum(parts.values()),
         }
 
@@ -141,10 +134,8 @@ def main() -> None:
         print(json.dumps(one_size(arguments.one, arguments.sampled, arguments.rounds)))
         return
     for registered in arguments.registered:
-        command = [sys.executable, "-m", "simulations.benchmarks.registered_clients", "--one", str(registered)]
-        command += ["--sampled", str(arguments.sampled), "--rounds", str(arguments.rounds)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        measured = json.loads(done.stdout.splitlines()[-1])
+        options = ("--one", registered, "--sampled", arguments.sampled, "--rounds", arguments.rounds)
+        measured = fresh_process("registered_clients", *options)
         peak, before = measured["peak"] / 2**20, measured["before"] / 2**20
         print(
             f"{registered} registered, {arguments.sampled} sampled: begins in {measured['begin']:.1f} s, a round "
@@ -153,12 +144,9 @@ def main() -> None:
         )
     of = f"{registered} registered clients, {arguments.sampled} a round"
     to_begin, a_round, mebibytes = TARGETS.get(registered, (None, None, None))
-    for claim, key, value, target in (
-        (f"seconds until {of} are asked", "seconds", measured["begin"], to_begin),
-        (f"a round of {of}", "seconds", measured["round"], a_round),
-        (f"peak memory of {of}", "mebibytes", peak, mebibytes),
-    ):
-        print(json.dumps({"claim": claim, key: value, "target": target, "met": target is None or value <= target}))
+    claim(f"seconds until {of} are asked", at_most=to_begin, seconds=measured["begin"])
+    claim(f"a round of {of}", at_most=a_round, seconds=measured["round"])
+    claim(f"peak memory of {of}", at_most=mebibytes, mebibytes=peak)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ threshold drop out after they have shared, which costs the server most. The medi
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from statistics import median
 import numpy as np
 
 from fedpriv.holder.sums import Identity, Participant, Session, Terms, make_identity, server, smallest_threshold
+from simulations.benchmarks._measuring import claim
 
 BYTES, ALL = "bytes of a client / float32 upload", "CPU seconds of all parties"
 SERVER = "CPU seconds of the server after dropouts"
@@ -145,9 +145,8 @@ def main() -> None:
     for line, _ in rows.values():
         print(line)
     for clients in sorted(rows.keys() & TARGETS):
-        for claim, target in TARGETS[clients].items():
-            named, found = f"secure aggregation among {clients}: {claim}", rows[clients][1][claim]
-            print(json.dumps({"claim": named, "ratio": found, "target": target, "met": found <= target}))
+        for cost, target in TARGETS[clients].items():
+            claim(f"secure aggregation among {clients}: {cost}", at_most=target, ratio=rows[clients][1][cost])
 
 
 if __name__ == "__main__":

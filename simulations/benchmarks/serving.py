@@ -12,11 +12,9 @@ the least times, since whatever else a machine does only adds to them.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +34,7 @@ from fedpriv.models.serving.scheduler import Scheduler
 from fedpriv.models.serving.sources import find, load
 from fedpriv.models.variants import folders
 from fedpriv.models.variants.composition import History
+from simulations.benchmarks._measuring import claim, seconds_of
 
 MINILM = "all-MiniLM-L6-v2"
 LABELS = ("a", "b", "c", "d")
@@ -177,13 +176,6 @@ def shared(serving: Scheduler, asked: Sequence[ServingQuery]) -> list[Any]:
     return [events[-1] for events in answer_all(serving, requests)]
 
 
-def seconds(arm: Callable[[Any], Any], given: Any) -> float:
-    """That an arm takes."""
-    started = time.perf_counter()
-    arm(given)
-    return time.perf_counter() - started
-
-
 def difference(shared: Sequence[Classified], plain: Sequence[torch.Tensor]) -> float:
     """The largest difference of the logits less their mean, which probabilities tell."""
     found = torch.tensor([answer.probabilities[0] for answer in shared]).log()
@@ -191,8 +183,8 @@ def difference(shared: Sequence[Classified], plain: Sequence[torch.Tensor]) -> f
     return float((found - expected).abs().max())
 
 
-def throughput(run: Path, num_variants: int, num_requests: int, num_tokens: int, repeats: int) -> list[dict[str, Any]]:
-    """The claims for texts of one length."""
+def throughput(run: Path, num_variants: int, num_requests: int, num_tokens: int, repeats: int) -> None:
+    """Print the claims for texts of one length."""
     asked = queries(num_requests, num_variants, num_tokens)
     with served(run) as serving, served(run, "bfloat16") as in_bfloat16:
         of_arms: dict[str, Callable[[Sequence[ServingQuery]], Any]] = {
@@ -206,18 +198,15 @@ def throughput(run: Path, num_variants: int, num_requests: int, num_tokens: int,
         taken: dict[str, list[float]] = {name: [] for name in of_arms}
         for _ in range(repeats):
             for name, arm in of_arms.items():
-                taken[name].append(seconds(arm, asked))
+                taken[name].append(seconds_of(arm, asked))
     least = {name: min(times) / len(asked) for name, times in taken.items()}
     shown = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in least.items())
     print(f"{num_tokens} tokens, ms a request: {shown}; largest difference of log-probabilities {largest:.1e}")
-    lines = []
     for name in ("set_adapter", "adapter_names", "bare base", "shared, bfloat16"):
         ratio = least[name] / least["shared"]
-        claim = f"throughput of shared passes / {name}, {num_variants} variants, {num_tokens} tokens, float32"
-        target = TARGETS.get(name) if num_tokens == 32 else None
-        lines.append({"claim": claim, "ratio": ratio, "target": target, "met": target is None or ratio >= target})
-    lines.append({"claim": "largest difference of log-probabilities", "value": largest, "met": largest <= 1e-4})
-    return lines
+        text = f"throughput of shared passes / {name}, {num_variants} variants, {num_tokens} tokens, float32"
+        claim(text, at_least=TARGETS.get(name) if num_tokens == 32 else None, ratio=ratio)
+    claim("largest difference of log-probabilities", holds=largest <= 1e-4, value=largest)
 
 
 def latencies(ask: Ask, num_clients: int, num_requests: int) -> list[float]:
@@ -238,7 +227,7 @@ def latencies(ask: Ask, num_clients: int, num_requests: int) -> list[float]:
                 number = next(numbers, None)
             if number is None:
                 return
-            taken = seconds(ask, number)
+            taken = seconds_of(ask, number)
             with lock:
                 found.append(taken)
 
@@ -273,14 +262,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[32, 12])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder) / "run", arguments.variants, {"model": MINILM})
-        for num_tokens in arguments.tokens:
-            lines += throughput(run, arguments.variants, arguments.requests, num_tokens, arguments.repeats)
         latency(run, arguments.variants, 2 * arguments.requests)
-    for line in lines:
-        print(json.dumps(line))
+        for num_tokens in arguments.tokens:
+            throughput(run, arguments.variants, arguments.requests, num_tokens, arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from typing import Any
 from fedpriv.errors import InputError
 from fedpriv.models.serving.http.tokens import add_new
 from server.deploy.certificates import make_ca, make_server_certificate
+from simulations.benchmarks._measuring import claim
 from simulations.benchmarks.serving import MINILM, make_run
 
 ATTACKER, OTHERS = "127.0.0.1", "127.0.0.2"
@@ -343,9 +344,8 @@ def main() -> None:
                 worst, num_failed = max(worst, (p99 / quiet, attack)), num_failed + failed
                 time.sleep(1.0)
     ratio, attack = worst
-    claim = f"p99 of another caller under the worst of {len(arguments.attacks)} attacks ({attack or 'none'}) / quiet"
-    met = ratio <= TARGET and not num_failed
-    print(json.dumps({"claim": claim, "ratio": ratio, "target": TARGET, "failed": num_failed, "met": met}))
+    text = f"p99 of another caller under the worst of {len(arguments.attacks)} attacks ({attack or 'none'}) / quiet"
+    claim(text, at_most=TARGET, holds=not num_failed, ratio=ratio, failed=num_failed)
 
 
 if __name__ == "__main__":

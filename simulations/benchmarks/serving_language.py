@@ -19,8 +19,6 @@ import importlib.util
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +36,7 @@ from fedpriv.models.publishing import gguf_files, saved
 from fedpriv.models.serving.requests import EngineLimits, Generate, Piece
 from fedpriv.models.serving.scheduler import Scheduler
 from fedpriv.models.serving.sources import find, load
+from simulations.benchmarks._measuring import claim, fresh_process, resident, seconds_of
 from simulations.benchmarks.serving import WORDS, answer_all, make_run, plain_peft
 
 SMOLLM = "SmolLM2-135M-Instruct"
@@ -162,14 +161,11 @@ def measured(arm: str, run: Path, asked: Sequence[LanguageQuery], repeats: int) 
         answer([replace(asked[0], num_tokens=2)])
         alone, together = [], []
         for _ in range(repeats):
-            started = time.perf_counter()
-            answer(asked[:1])
-            alone.append(asked[0].num_tokens / (time.perf_counter() - started))
+            alone.append(asked[0].num_tokens / seconds_of(answer, asked[:1]))
             started = time.perf_counter()
             answers = answer(asked)
             together.append(sum(each.num_tokens for each in asked) / (time.perf_counter() - started))
-        status = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = (int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+        peak = resident("VmHWM") / 2**20
     return {"alone": max(alone), "together": max(together), "peak_mib": peak, "answers": answers}
 
 
@@ -203,10 +199,7 @@ def main() -> None:
                 gguf_files.export(saved.load(variant), run / "gguf" / variant.name, form="gguf-adapter")
         for arm in arms:
             sizes = [f"--{name}={vars(arguments)[name]}" for name in ("requests", "variants", "tokens", "repeats")]
-            command = [sys.executable, "-m", "simulations.benchmarks.serving_language", *sizes, "--arms", arm]
-            command += ["--measure", str(run)]
-            child = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            found[arm] = json.loads(child.stdout.splitlines()[-1])
+            found[arm] = fresh_process("serving_language", *sizes, "--arms", arm, "--measure", run)
     told(found, arguments.requests, arguments.variants)
 
 
@@ -230,8 +223,8 @@ def told(found: dict[str, dict[str, Any]], num_requests: int, num_variants: int)
         for kind in ("together", "alone"):
             ratio = ours[kind] / row[kind]  # type: ignore[index]
             target = TARGET if (arm, kind) == ("set_adapter", "together") else None
-            claim = f"tokens a second of fedpriv / {arm}, {kind}, {num_requests} requests, {num_variants} variants"
-            print(json.dumps({"claim": claim, "ratio": ratio, "target": target, "met": not target or ratio >= target}))
+            text = f"tokens a second of fedpriv / {arm}, {kind}, {num_requests} requests, {num_variants} variants"
+            claim(text, at_least=target, ratio=ratio)
 
 
 if __name__ == "__main__":

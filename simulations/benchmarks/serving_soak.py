@@ -9,18 +9,16 @@ answer is compared with plain peft's. Model and variants are those of `simulatio
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import random
 import tempfile
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fedpriv.models.serving.requests import Classified
+from simulations.benchmarks._measuring import claim, resident
 from simulations.benchmarks.serving import (
     MINILM,
     ServingQuery,
@@ -33,8 +31,8 @@ from simulations.benchmarks.serving import (
 )
 
 
-def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> list[dict[str, Any]]:
-    """The claims for random requests over variants that do not fit into memory."""
+def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> None:
+    """Print the claims for random requests over variants that do not fit into memory."""
     texts = [query.text for query in queries(4, num_variants, 16, seed=2)]
     plain = rivals(run)["set_adapter"]
     expected = {
@@ -49,14 +47,15 @@ def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> 
         of_one = serving.statistics().bytes_in_memory
     room = num_variants // 3
     ends, next_print, wrong, num = time.monotonic() + 60 * minutes, 0.0, 0, 0
-    lru = _Lru(room)
-    resident: list[float] = []
+    lru = functools.lru_cache(room)(abs)
+    megabytes: list[float] = []
     with served(run, memory_bytes=room * of_one + of_one // 2) as serving:
         while time.monotonic() < ends:
             # A few are asked for much more often than others.
             chosen = [min(int(generator.expovariate(4 / num_variants)), num_variants - 1) for _ in range(num_clients)]
             places = [generator.randrange(len(texts)) for _ in chosen]
-            lru.ask(chosen)
+            for number in chosen:
+                lru(number)
             asked = [ServingQuery(variant=f"client-{n}", text=texts[p]) for n, p in zip(chosen, places, strict=True)]
             requests = [to_classify(serving, query) for query in asked]
             for number, place, events in zip(chosen, places, answer_all(serving, requests), strict=True):
@@ -66,45 +65,21 @@ def soak(run: Path, num_variants: int, minutes: float, num_clients: int = 4) -> 
                 num += 1
             if time.monotonic() >= next_print:
                 next_print = time.monotonic() + max(6 * minutes, 0.5)
-                resident.append(_resident_mb())
+                megabytes.append(resident() / 1e6)
                 done = serving.statistics()
-                rate = done.hits / max(1, done.hits + done.misses)
+                rate, predicted = done.hits / max(1, done.hits + done.misses), lru.cache_info().hits / num
                 print(
-                    f"{num} requests: resident set {resident[-1]:.1f} MB, variants "
-                    f"{done.bytes_in_memory / 1e6:.1f} MB, hit rate {rate:.4f}, predicted {lru.hits / lru.asked:.4f}",
+                    f"{num} requests: resident set {megabytes[-1]:.1f} MB, variants "
+                    f"{done.bytes_in_memory / 1e6:.1f} MB, hit rate {rate:.4f}, predicted {predicted:.4f}",
                     flush=True,
                 )
         done = serving.statistics()
-    rate, predicted = done.hits / (done.hits + done.misses), lru.hits / lru.asked
+    rate, predicted = done.hits / (done.hits + done.misses), lru.cache_info().hits / num
     # The first tenth warms up: allocators keep what passes of the first shapes took.
-    growth = resident[-1] - resident[min(1, len(resident) - 1)]
-    return [
-        {"claim": "hit rate less predicted", "value": rate - predicted, "met": abs(rate - predicted) <= 0.02},
-        {"claim": "growth of the resident set, MB", "value": growth, "met": growth <= 10},
-        {"claim": "answers that are not plain peft's", "value": wrong, "of": num, "met": wrong == 0},
-    ]
-
-
-class _Lru:
-    """The hit rate of a memory of so many variants."""
-
-    def __init__(self, room: int) -> None:
-        self._room, self._held = room, OrderedDict[int, None]()
-        self.hits, self.asked = 0, 0
-
-    def ask(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self.asked += 1
-            self.hits += number in self._held
-            self._held[number] = None
-            self._held.move_to_end(number)
-            if len(self._held) > self._room:
-                self._held.popitem(last=False)
-
-
-def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
+    growth = megabytes[-1] - megabytes[min(1, len(megabytes) - 1)]
+    claim("hit rate less predicted", holds=abs(rate - predicted) <= 0.02, value=rate - predicted)
+    claim("growth of the resident set, MB", holds=growth <= 10, value=growth)
+    claim("answers that are not plain peft's", holds=wrong == 0, value=wrong, of=num)
 
 
 def main() -> None:
@@ -115,8 +90,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder) / "run", arguments.variants, {"model": MINILM})
-        for line in soak(run, arguments.variants, arguments.minutes):
-            print(json.dumps(line))
+        soak(run, arguments.variants, arguments.minutes)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ The tiny BERT, whose steps take milliseconds, has five times as many repeats.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -29,6 +27,7 @@ from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.stacked import execute_one_by_one, execute_stacked
 from fedpriv.privacy.mechanisms.sources import SeededSource
+from simulations.benchmarks._measuring import claim, seconds_of
 from simulations.tiny_bert import make_tiny_bert
 
 BATCH, TOKENS, RECORDS, STEPS = 8, 32, 80, 2
@@ -75,21 +74,19 @@ def measure(model: TrainingModel, num_clients: int, repeats: int) -> tuple[float
     for repeat in range(repeats + 1):
         for name, execute in arms.items():
             tasks = make_tasks(model, records)
-            started = time.perf_counter()
-            execute(model, tasks)
+            taken = seconds_of(execute, model, tasks)
             if repeat:  # the first fills the prefix cache
-                times[name].append((time.perf_counter() - started) / num_clients / STEPS)
+                times[name].append(taken / num_clients / STEPS)
     alone, stacked = map(statistics.median, times.values())
     return alone, stacked
 
 
 def main() -> None:
-    """Print a line for each setting and a JSON line for each claim last."""
+    """Print a line for each setting, and its claim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=6)
     arguments = parser.parse_args()
-    lines = []
     with tempfile.TemporaryDirectory() as folder:
         tiny = str(make_tiny_bert(Path(folder) / "tiny-bert", [f"word{number}" for number in range(895)]))
         for title, name, layers, prefix_cache, target, times in (
@@ -102,10 +99,7 @@ def main() -> None:
             alone, stacked = measure(model, arguments.clients, times * arguments.repeats)
             ratio = stacked / alone
             print(f"{title}: one by one {1e3 * alone:.2f} ms a step, stacked {1e3 * stacked:.2f} ms, ratio {ratio:.3f}")
-            claim = f"time per client, {arguments.clients} stacked / one at a time, {title}"
-            lines.append({"claim": claim, "ratio": ratio, "target": target, "met": ratio <= target})
-    for line in lines:
-        print(json.dumps(line))
+            claim(f"time per client, {arguments.clients} stacked / one at a time, {title}", at_most=target, ratio=ratio)
 
 
 if __name__ == "__main__":
