@@ -1,26 +1,29 @@
-"""Whole federations, compared with pfl-research, which calls itself the fastest simulator.
+"""Whole federations, compared with pfl-research, which calls itself the fastest simulator, and with BlazeFL.
 
-    python -m simulations.benchmarks.pfl_research --python VENV/bin/python [--clients 100 1000] [--rounds 10]
+    python -m simulations.benchmarks.pfl_research --python PFL/bin/python --blazefl BLAZEFL/bin/python
+        [--clients 100 1000] [--rounds 10]
 
-The peer runs in a Python of its own: `python -m venv VENV && VENV/bin/pip install torch "pfl[pytorch]" transformers
-peft`. Both train the same task on the same records: tiny BERT (2 layers, width 64), LoRA of rank 8 on query and value
-and the head; every client in every round, 40 records of 24 tokens each (8 where there are 1,000 clients), one epoch of
-SGD in batches of 8. Not private, they average the clients' updates. Private, each update is clipped and noise comes to
-the sum: with pfl at the server, with fedpriv in each upload (`noise_on = "upload"`). A third arm of ours, `records`,
-clips every record's gradient, which pfl does not offer. Times are those of whole processes, with the start, the report,
-and one test at the end.
+The peers run in Pythons of their own, `python -m venv PFL && PFL/bin/pip install torch "pfl[pytorch]" transformers
+peft` and, from Python 3.13 on, `BLAZEFL/bin/pip install torch transformers peft "blazefl[contrib,reproducibility] @
+git+https://github.com/kitsuyaazuma/blazefl"`. Other packages there make their starts longer, since peft imports those
+that it knows. All train the same task on the same records: tiny BERT (2 layers, width 64), LoRA of rank 8 on query and
+value and the head; every client in every round, 40 records of 24 tokens each (8 where there are 1,000 clients), one
+epoch of SGD in batches of 8. Not private, they average the clients' updates. Private, each update is clipped and noise
+comes to the sum: with the peers at the server, with fedpriv in each upload (`noise_on = "upload"`). A third arm of
+ours, `records`, clips every record's gradient, which they do not offer. Times are those of whole processes, with the
+start, the report, and one test at the end; a claim takes BlazeFL's fastest mode. Memory is that of the process itself,
+without the workers that BlazeFL starts. Labels are drawn at random, so all accuracies are near a half.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import logging
 
-import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from fedpriv.config import parse
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training.workbench import workbench
 from server.observer import LogObserver
-from simulations.benchmarks._measuring import resident
+from simulations.benchmarks._measuring import claim, fresh_process, resident
 from simulations.benchmarks.registered_clients import WORDS, write_records
 from simulations.engines import federation
 from simulations.tiny_bert import make_tiny_bert
@@ -46,8 +50,11 @@ ARMS = {
     "private": {"noise_on": "upload", "noise_multiplier": 1.0},
     "records": {"noise_on": "gradients", "noise_multiplier": 1.0},
 }
-
-
+# {peer: (its option, its arm, the modes in which it runs)}
+PEERS = {
+    "pfl-research": ("python", "_pfl_arm", [""]),
+    "BlazeFL": ("blazefl", "_blazefl_arm", ["single", "threads", "processes"]),
+}
 # The peer's time over ours, and our memory.
 RATIO, MEBIBYTES = 2.0, 600.0
 
@@ -98,17 +105,14 @@ def write_task(folder: Path, num_clients: int) -> None:
     make_tiny_bert(folder / "tiny-bert", WORDS)
     config = parse(values_of(folder, num_clients, 1) | ARMS["private"])
     bench = workbench(config)
-    arrays: dict[str, Any] = {}
-    for name, records in [*((str(k), bench.client(k)) for k in range(num_clients)), ("test", bench.test)]:
+    parts = []
+    for records in (*map(bench.client, range(num_clients)), bench.test):
         assert isinstance(records, Records)
-        longest = max(map(len, records.features["input_ids"]))
-        rows = [row.numpy() for row in records.features["input_ids"]]
-        arrays[f"input_ids {name}"] = np.stack([np.pad(row, (0, longest - len(row))) for row in rows])
-        arrays[f"attention_mask {name}"] = np.stack([np.arange(longest) < len(row) for row in rows])
-        arrays[f"labels {name}"] = records.labels.numpy()
-    np.savez(folder / "clients.npz", **arrays)
+        ids = pad_sequence([*records.features["input_ids"]], batch_first=True, padding_value=records.pad_token_id)
+        parts.append((torch.stack([ids, (ids != records.pad_token_id).long()], dim=1), records.labels))
     task = {
-        "clients": num_clients,
+        "clients": parts[:-1],
+        "test": parts[-1],
         "labels": len(bench.label_names),
         "rank": config.rank,
         "alpha": config.alpha,
@@ -116,23 +120,27 @@ def write_task(folder: Path, num_clients: int) -> None:
         "learning_rate": LEARNING_RATE,
         "clip_norm": CLIP_NORM,
     }
-    (folder / "task.json").write_text(json.dumps(task))
+    torch.save(task, folder / "task.pt")
 
 
-def measured(command: list[str]) -> dict[str, Any]:
-    """The last line that a process prints, with its wall-clock seconds."""
-    started = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: failed\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found | {"seconds": time.perf_counter() - started}
+def measured(arguments: argparse.Namespace, num_clients: int, folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Who, the arm and its figures, of one process after the other."""
+    for arm in ARMS:
+        options = ("--folder", folder, "--clients", num_clients, "--rounds", arguments.rounds, "--arm", arm)
+        yield "fedpriv", arm, fresh_process("pfl_research", *options)
+        shutil.rmtree(Path(folder) / "run")
+    for peer, (option, module, modes) in PEERS.items():
+        if python := vars(arguments)[option]:
+            for arm, mode in itertools.product(("not private", "private"), modes):
+                found = fresh_process(module, folder, arguments.rounds, arm, mode, python=python)
+                yield f"{peer} {mode}".strip(), arm, found
 
 
 def main() -> None:
-    """Print a line for each arm and a JSON line for each claim last."""
+    """Print a line for each arm and its claims for each number of clients."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default="", help="of the environment with pfl; without it only ours are measured")
+    parser.add_argument("--python", help="of the environment with pfl, which is left out otherwise")
+    parser.add_argument("--blazefl", help="of the environment with BlazeFL, which is left out otherwise")
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
@@ -141,36 +149,24 @@ def main() -> None:
     if arguments.arm:
         print(json.dumps(ours(arguments.arm, arguments.folder, arguments.clients[0], arguments.rounds)))
         return
-    lines = []
     for num_clients in arguments.clients:
-        with tempfile.TemporaryDirectory() as name:
-            write_task(Path(name), num_clients)
-            rounds = ["--rounds", str(arguments.rounds)]
-            mine = [sys.executable, "-m", "simulations.benchmarks.pfl_research", "--folder", name, *rounds]
-            commands = {("fedpriv", arm): [*mine, "--clients", str(num_clients), "--arm", arm] for arm in ARMS}
-            if arguments.python:
-                theirs = [arguments.python, str(Path(__file__).with_name("_pfl_arm.py")), name, *rounds]
-                commands |= {("pfl", "not private"): theirs, ("pfl", "private"): [*theirs, "--private"]}
-            found = {}
-            for (who, arm), command in commands.items():
-                values = found[who, arm] = measured(command)
+        seconds, peaks = {}, {}
+        with tempfile.TemporaryDirectory() as folder:
+            write_task(Path(folder), num_clients)
+            for who, arm, found in measured(arguments, num_clients, folder):
+                seconds[who, arm], peaks[who, arm] = found["seconds"], found["peak"] / 2**20
                 print(
-                    f"{num_clients} clients, {who}, {arm}: {values['seconds']:.1f} s, {values['peak'] / 2**20:.0f} "
-                    f"MiB, accuracy {values['accuracy']:.3f}",
+                    f"{num_clients} clients, {who}, {arm}: {found['seconds']:.1f} s, {peaks[who, arm]:.0f} MiB, "
+                    f"accuracy {found['accuracy']:.3f}",
                     flush=True,
                 )
-                shutil.rmtree(Path(name) / "run", ignore_errors=True)
-        for arm in ("not private", "private") if arguments.python else ("records",):
-            peer = found.get(("pfl", arm), found["fedpriv", "private"])
-            ratio = peer["seconds"] / found["fedpriv", arm]["seconds"]
-            whose = "pfl-research" if arguments.python else "noise on uploads"
-            claim = f"{num_clients} clients, {arm}, {whose} / fedpriv"
-            lines.append({"claim": claim, "ratio": ratio, "target": RATIO, "met": ratio >= RATIO})
-            peak = found["fedpriv", arm]["peak"] / 2**20
-            claim = f"{num_clients} clients, {arm}, peak memory of fedpriv"
-            lines.append({"claim": claim, "mebibytes": peak, "target": MEBIBYTES, "met": peak <= MEBIBYTES})
-    for line in lines:
-        print(json.dumps(line))
+        for arm in ("not private", "private"):
+            for peer in PEERS:
+                if theirs := [taken for (who, its), taken in seconds.items() if who.startswith(peer) and its == arm]:
+                    ratio = min(theirs) / seconds["fedpriv", arm]
+                    claim(f"{num_clients} clients, {arm}, {peer} / fedpriv", at_least=RATIO, ratio=ratio)
+            text = f"{num_clients} clients, {arm}, peak memory of fedpriv"
+            claim(text, at_most=MEBIBYTES, mebibytes=peaks["fedpriv", arm])
 
 
 if __name__ == "__main__":
