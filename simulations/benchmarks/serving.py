@@ -34,7 +34,7 @@ from fedpriv.models.serving.scheduler import Scheduler
 from fedpriv.models.serving.sources import find, load
 from fedpriv.models.variants import folders
 from fedpriv.models.variants.composition import History
-from simulations.benchmarks._measuring import claim, seconds_of
+from simulations.benchmarks._measuring import alternate, claim, seconds_of
 
 MINILM = "all-MiniLM-L6-v2"
 LABELS = ("a", "b", "c", "d")
@@ -193,12 +193,7 @@ def throughput(run: Path, num_variants: int, num_requests: int, num_tokens: int,
             "shared, bfloat16": partial(shared, in_bfloat16),
         }
         largest = difference(of_arms["shared"](asked[:50]), of_arms["set_adapter"](asked[:50]))
-        for arm in of_arms.values():
-            arm(asked[:BATCH])
-        taken: dict[str, list[float]] = {name: [] for name in of_arms}
-        for _ in range(repeats):
-            for name, arm in of_arms.items():
-                taken[name].append(seconds_of(arm, asked))
+        taken = alternate({name: partial(arm, asked) for name, arm in of_arms.items()}, repeats)
     least = {name: min(times) / len(asked) for name, times in taken.items()}
     shown = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in least.items())
     print(f"{num_tokens} tokens, ms a request: {shown}; largest difference of log-probabilities {largest:.1e}")
