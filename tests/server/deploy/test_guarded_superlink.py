@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import certifi
 import pytest
@@ -39,7 +39,9 @@ from flwr.supercore.superexec.executor import ExecutionSpec
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.run_superexec import run_superexec
 from flwr.supercore.task_process.agent.run_agentapp import run_agentapp
-from flwr.superlink.main import create_app
+from flwr.superlink.main import _get_middleware, create_app
+from flwr.superlink.routers.control import middlewares as control
+from flwr.superlink.routers.fleet.middlewares import FleetEventLogMiddleware
 from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware, authenticate_node
 from flwr.superlink.runtime.run_serverapp import run_serverapp
 from flwr.superlink.servicer.runtime.runtime_handlers import pull_task_input, push_task_output
@@ -52,7 +54,7 @@ from fedpriv.files import user_named
 from fedpriv.operate.approvals import approve
 from server.deploy import guarded_superlink
 from server.deploy.folder import Coordinator
-from server.deploy.guarded_superlink import NODE_REQUESTS, Connection, Door, approved_alone, owner, server_of
+from server.deploy.guarded_superlink import NODE_REQUESTS, Connection, Door, OfOneApi, approved_alone, owner, server_of
 from tests.bundles import FILES, bundle, held, plant, task_input
 
 _PROTOBUF = {"Content-Type": "application/protobuf"}
@@ -67,6 +69,12 @@ SOURCES = {
     _COMMAND.SuperLinkLifespan: "a2c1f2f11725c17f4eeacaa1b6080cfc6019cc261a0dd1702d9c0a42dc471d90",
     create_app: "ee966b630c8ba8b56315e8db3296df6c2ae6d9bd3a9826e28be63c85e321dbe1",
     NodeAuthMiddleware: "36b9ef8b482a1722710dfe45def3d5d9620294c340f25b6dfed5130aaa66e90e",
+    _get_middleware: "911d5e2a5aaf11ec21b9830e7f08948ba3676bbc9462da5b8f466fbb73e5724a",
+    control.ControlSensitiveResponseMiddleware: "25cca938600324c2f1834aceba94915a6c8ea26871d796c5af5608ad9b18a90b",
+    control.ControlAuthenticationMiddleware: "1495e41d9bbbd25d2fce0e7b81da0780ed9c9064fa9651a18987987daa87df21",
+    control.ControlLicenseMiddleware: "0f57194171e921a3d5cbea4f1d59d8313c386c3b8a66ee79dfed6f845b0a15dc",
+    control.ControlEventLogMiddleware: "d8db2d506ca7d0c5bc27c81bb5c1eebd6c41fc27e758e3ad47c687b0ee002636",
+    FleetEventLogMiddleware: "4466ecde96fb2315fe44027e038b8ac693b49dc65c7a3810c2b2c5844305ae76",
     authenticate_node: "f8e66372d61b3653fc6ee3f9772cc89f805a01bed65e6ce55e4b5fb3a6ad3a17",
     pull_task_input: "0cdb599a99a729684a49cf22a5a3ca6c53145ce2fd04f143cf0e9a56f5a43e17",
     install_from_fab: "481bd04cde5823220658a8a3e84e827a5ef38254223972e4e14c4cb3968e917e",
@@ -134,6 +142,13 @@ def routes(app) -> set[tuple[str, str]]:
     """(method, path) of all that Flower's app answers."""
     contexts = [context.route for context in iter_route_contexts(app.routes)]
     return {(method, route.path) for route in contexts for method in getattr(route, "methods", None) or ()}
+
+
+@pytest.mark.usefixtures("listeners")
+def test_every_middleware_of_flowers_stands_in_its_place(app):
+    kinds = [each.args[0] if each.cls is OfOneApi else each.cls for each in app.user_middleware]
+    assert kinds == [each.cls for each in _get_middleware()]
+    assert sum(each.cls is OfOneApi for each in app.user_middleware) == len(kinds) - 2
 
 
 def test_exactly_flowers_fleet_api_is_for_nodes(app):
@@ -301,7 +316,7 @@ def test_a_port_that_another_connection_may_have_by_now_proves_nothing(monkeypat
         config.load()
         connection = Connection(config, uvicorn.server.ServerState(), {}, _loop=Mock())
         connection.connection_made(Mock(get_extra_info={"socket": served}.get))
-        assert connection.app_state == {"owner": None if is_reset else os.geteuid()}
+        assert connection.app_state == {"connection": connection, "owner": None if is_reset else os.geteuid()}
         served.close()
 
 
@@ -318,6 +333,39 @@ def test_a_server_that_does_not_say_where_it_was_asked_or_by_whom_admits_nobody(
         scope = {"type": "http", "method": "POST", "path": "/v1/control/list-runs", "server": server, "client": None}
         asyncio.run(Door(reached, ("127.0.0.1", 1))(scope, None, send))
     assert [message["status"] for message in sent[::2]] == [404, 404, 404, 404, 403]
+
+
+def test_a_pull_after_one_that_found_nothing_waits_for_a_push_and_ends_with_its_connection(monkeypatch):
+    asked, links = [], {api: Mock(found_nothing=None) for api in ("fleet", "runtime")}
+
+    async def app(scope, _, send):
+        asked.append(scope["path"])
+        await send({"type": "http.response.start", "headers": [(b"content-length", b"0")]})
+
+    door = Door(app, ("127.0.0.1", 1))
+
+    async def call(api, name, is_closing=False):
+        links[api].transport.is_closing.return_value = is_closing
+        state = {"connection": links[api], "owner": os.geteuid()}
+        await door(
+            {"type": "http", "path": f"/v1/{api}/{name}", "server": door.private, "state": state}, 0, AsyncMock()
+        )
+
+    async def exchange():
+        await call("fleet", "pull-messages")
+        held = asyncio.create_task(call("fleet", "pull-messages"))
+        for name in ("push-messages", "push-object"):
+            await call("runtime", name)
+        await asyncio.sleep(0)
+        assert len(asked) == 3, "what its messages hold may be on its way"
+        await call("runtime", "pull-messages")
+        await held
+        monkeypatch.setattr(guarded_superlink, "_HELD_SECONDS", 0.01)
+        await call("fleet", "pull-messages")
+        await call("fleet", "pull-messages", is_closing=True)
+
+    asyncio.run(exchange())
+    assert [path.split("/")[2] for path in asked] == ["fleet", *["runtime"] * 3, "fleet", "fleet"]
 
 
 def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
