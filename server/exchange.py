@@ -57,7 +57,7 @@ class Exchange:
 
         A reply that arrives later is fetched by a later exchange, which counts and discards it.
         """
-        started = time.monotonic()
+        started = heard = time.monotonic()
         grid.push_messages(messages)
         nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         unanswered = set(nodes)
@@ -81,13 +81,15 @@ class Exchange:
                     log.warning("a repeated reply of node %s is discarded", node_id)
                 else:
                     unanswered.discard(message_id)
+                    heard = time.monotonic()
                     if not unanswered or time.monotonic() - last_told > _SECONDS_UNTOLD:
                         tell()
                         last_told = time.monotonic()
                     yield reply
             if not unanswered or waited >= seconds:
                 break
-            time.sleep(seconds_to_pause(waited, shortest=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS))
+            quiet = time.monotonic() - heard
+            time.sleep(seconds_to_pause(quiet, shortest=_SHORTEST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS))
         self._overdue |= unanswered
 
     def pop_num_late(self) -> int:
