@@ -66,7 +66,7 @@ from fedpriv.texts import holder_label
 
 # What a task's process needs of what the operator has installed. Nothing of `clients`: a task takes that from the
 # bundle, and would take what is already imported instead.
-_PRELOADED = ["flwr.supernode.runtime.run_clientapp", "flwr.clientapp", "fedpriv.holder.wire.frame"]
+_PRELOADED = ["flwr.supernode.runtime.run_clientapp", "flwr.clientapp", "httpcore", "fedpriv.holder.wire.frame"]
 
 # The SuperExec asks when it is told to, and else after this time; Flower makes it pause after each question besides.
 _UNTOLD_SECONDS = 1.0
