@@ -318,9 +318,11 @@ class Queries:
         for row in self._execute(f"SELECT {', '.join(COLUMNS)} FROM entries {condition} ORDER BY number", values):
             yield Entry(**dict(zip(COLUMNS, row, strict=True)))
 
-    def stored_entry(self, number: int) -> Iterator[Entry]:
-        """The entry with this number, if there is one."""
-        return self._entries("WHERE number = ?", (number,))
+    def rows_from(self, number: int) -> list[tuple[Any, ...]]:
+        """The entries from this number on, as SQLite keeps them, by column."""
+        return self._execute(
+            f"SELECT {', '.join(COLUMNS)} FROM entries WHERE number >= ? ORDER BY number", (number,)
+        ).fetchall()
 
     def adoptions(self) -> list[Entry]:
         """The entries of phase `adopted`, in order; an empty list for a ledger that always had its head."""

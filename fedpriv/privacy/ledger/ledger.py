@@ -10,10 +10,11 @@ import hashlib
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,14 +36,20 @@ from fedpriv.privacy.ledger.entries import (
     WITHDRAWN,
     Charge,
     DataSet,
-    Entry,
     Key,
     LedgerConnection,
     Queries,
     as_stored,
+    chained_digest,
 )
 from fedpriv.privacy.ledger.reader import as_ledger_errors, check_version, verify, write_copy
 from fedpriv.privacy.ledger.receipts import Chain, Missing, chain_of, chains_of
+
+# Entries that are written before they are read back: of many the rest need not be in memory.
+_MOST_AT_ONCE = 1000
+
+# The content of an entry, by column, of which a line has some.
+_EMPTY: dict[str, Any] = dict.fromkeys(COLUMNS[:-1])
 
 
 class Ledger(Queries):
@@ -176,7 +183,7 @@ class Ledger(Queries):
 
     def register_all(self, data_sets: Sequence[DataSet]) -> None:
         """Register data sets whose ids another ledger has assigned, all or none of them, as `register` does one."""
-        self._append([_registration(data_set) for data_set in data_sets])
+        self._append(map(_registration, data_sets))
 
     def bound(self, data_set: DataSet, note: str) -> None:
         """Record how the budget of a data set is enforced; the vault decides whether that may be.
@@ -330,7 +337,7 @@ class Ledger(Queries):
         """Write a copy of the ledger as it is now, with a head of its own."""
         write_copy(self._db, path)
 
-    def _append(self, lines: Sequence[dict[str, Any]], *, version: int = VERSION) -> None:
+    def _append(self, lines: Iterable[dict[str, Any]], *, version: int = VERSION) -> None:
         """Append entries, all or none of them; no reader opens the file any more that knows only older versions."""
         with self._transaction():
             self._insert(lines)
@@ -338,19 +345,18 @@ class Ledger(Queries):
                 self._db.execute(f"PRAGMA user_version = {max(version, check_version(self._db, self.path))}")
         self._write_head()
 
-    def _insert(self, lines: Sequence[dict[str, Any]]) -> None:
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        for line in lines:
-            entry = Entry(number=self._number + 1, time=time, **as_stored(line))
-            self._check_data_set(entry.data_set, entry.phase)
-            entry = replace(entry, digest=entry.chained_digest(self._digest))
-            self._db.execute(
-                f"INSERT INTO entries VALUES ({', '.join('?' * len(COLUMNS))})",
-                [getattr(entry, name) for name in COLUMNS],
-            )
-            if [*self._db.stored_entry(entry.number)] != [entry]:
+    def _insert(self, lines: Iterable[dict[str, Any]]) -> None:
+        time, left = datetime.now(UTC).isoformat(timespec="milliseconds"), iter(lines)
+        while some := list(islice(left, _MOST_AT_ONCE)):
+            first, rows = self._number + 1, list[tuple[Any, ...]]()
+            for line in some:
+                content = _EMPTY | {"number": self._number + 1, "time": time} | as_stored(line)
+                self._check_data_set(content["data_set"], content["phase"])
+                self._number, self._digest = content["number"], chained_digest(self._digest, content)
+                rows.append((*content.values(), self._digest))
+                self._db.execute(f"INSERT INTO entries VALUES ({', '.join('?' * len(COLUMNS))})", rows[-1])
+            if self._db.rows_from(first) != rows:
                 raise LedgerError(f"{self.path}: SQLite keeps another entry than was hashed; nothing is written")
-            self._number, self._digest = entry.number, entry.digest
 
     def _check_data_set(self, id_: str, phase: str) -> None:
         """Refuse a charge on a data set that no reader would find, and to begin one again at zero."""
