@@ -13,6 +13,7 @@ from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.errors import InputError
+from fedpriv.learning.data import release_memory
 from fedpriv.learning.training.independence import FEATURES, READING, TRAINING, unfailing
 from fedpriv.learning.training.local_update import ClientUpdate, Execute, TrainedModel, UpdateTask
 from fedpriv.learning.training.stacked import clients_at_once, execute_one_by_one, execute_stacked
@@ -145,6 +146,7 @@ class _Followed:
             self._num_expected -= len(tasks)
             if self._num_expected <= 0:
                 self._done = Counter()
+                release_memory()  # or the passes of each round leave further holes
         self._learned |= {update.learned for update in updates if isinstance(update, ClientUpdate)}
         return updates
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.data._tables import Table as Table
     from fedpriv.learning.data._tables import read_strictly as read_strictly
     from fedpriv.learning.data._tables import read_table as read_table
+    from fedpriv.learning.data._tables import release_memory as release_memory
     from fedpriv.learning.data._tables import write_lines as write_lines
     from fedpriv.learning.data.federated import load as load
     from fedpriv.learning.data.records import Records as Records

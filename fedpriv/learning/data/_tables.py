@@ -3,6 +3,7 @@
 Of a table every record must be readable. Of a node's file each row is a record, or there is a reason why it is none.
 """
 
+import ctypes
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -151,11 +152,13 @@ def _from_hub(source: str, key: str) -> dict[str, list[object]]:
 
 
 def release_memory() -> None:
-    """Give back what tables that are no longer used took: their library keeps it for further ones."""
+    """Give back what is no longer used: the libraries of tables and of C keep it for further use."""
     if "pyarrow" in sys.modules:
         import pyarrow as pa
 
         pa.default_memory_pool().release_unused()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc alone has it
+        trim(0)
 
 
 def to_text(table: Table, config: RunConfig) -> TextData:
