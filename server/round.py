@@ -73,6 +73,8 @@ class RoundRequest:
             own: what the client alone is told.
             terms: their digest: other terms make another request; empty without terms.
         """
+        if not own and not terms:
+            return self
         digest = hashlib.sha256(self.digest.encode() + terms).hexdigest() if terms else self.digest
         return replace(self, request=replace(self.request, own={**self.request.own, **own}), digest=digest)
 
@@ -269,10 +271,11 @@ def client_rows(round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[
         weights: {client: rho_k} of those whose upload is in the sum.
     """
     clients = dict.fromkeys([*round_.messages, *round_.statuses])
-    return [_client_row(client, round_, books, spec, weights) for client in clients]
+    bar = rho_bar(weights.values()) if weights else 0.0
+    return [_client_row(client, round_, books, spec, weights.get(client, 0.0), bar) for client in clients]
 
 
-def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weights: Mapping[int, float]) -> ClientRow:
+def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weight: float, bar: float) -> ClientRow:
     event, status = books.costs.event(client, round_.number), round_.statuses[client]
     message, reply, request = round_.messages.get(client), round_.replies.get(client), round_.requests.get(client)
     return ClientRow(
@@ -285,8 +288,8 @@ def _client_row(client: int, round_: Round, books: Books, spec: UpdateSpec, weig
         noise_multiplier=spec.noise_multiplier,
         effective_noise_multiplier=event.effective_noise_multiplier,
         steps=event.count,
-        weight=weights.get(client, 0.0),
-        rho_bar=rho_bar(weights.values()) if weights else 0.0,
+        weight=weight,
+        rho_bar=bar,
         epsilon_local=books.epsilon_so_far(client, "local"),
         epsilon_rho=books.epsilon_so_far(client, "rho"),
         epsilon_aggregate=books.epsilon_so_far(client, "aggregate"),

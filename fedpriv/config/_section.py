@@ -99,6 +99,7 @@ class ConfigSection:
         return {key: " ".join(about["description"].split()) for key, about in declared.items()}
 
     @classmethod
+    @cache  # every message of a simulation asks
     def keys_with(cls, fact: Fact) -> tuple[str, ...]:
         """The keys of which a fact holds, in their order."""
         declared = _facts(cls)  # type: ignore[arg-type]  # a class is hashable

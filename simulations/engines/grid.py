@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from clients.app import message_of, request_of
 from clients.node import failed, prepare
 from fedpriv.holder.vault.answer import Prepared, settle
-from fedpriv.holder.wire.frame import TRAIN, Response
+from fedpriv.holder.wire.frame import TRAIN, Request, Response
 from fedpriv.learning.training.local_update import Execute
 from server.exchange import set_message_id
 from simulations.engines.flower_private import Run, empty_run
@@ -82,9 +82,7 @@ class LocalGrid(Grid):
         self._begins(len(messages))
         for begin in range(0, len(messages), _MOST_AT_ONCE):
             batch = slice(begin, begin + _MOST_AT_ONCE)
-            # Strategies put one RecordDict into every message, and a node may change its copy.
-            replies = self._answer([copy.deepcopy(message) for message in messages[batch]])
-            self._replies.update(zip(ids[batch], replies, strict=True))
+            self._replies.update(zip(ids[batch], self._answer(messages[batch]), strict=True))
         self._ends()
         return ids
 
@@ -100,13 +98,18 @@ class LocalGrid(Grid):
         """One reply for each message, in order; a failing task is one error reply."""
         replies: dict[int, Message] = {}
         prepared: dict[int, Prepared] = {}
-        for position, message in enumerate(messages):
-            context = self._contexts[message.metadata.dst_node_id]
+        asked: dict[Hashable, Request] = {}
+        contexts = [self._contexts[message.metadata.dst_node_id] for message in messages]
+        for position, (message, context) in enumerate(zip(messages, contexts, strict=True)):
             try:
                 if self._execute is None or message.metadata.message_type != TRAIN:
-                    replies[position] = self._evaluate(message, context)
+                    # Strategies put one RecordDict into every message, and an app may change its copy.
+                    replies[position] = self._evaluate(copy.deepcopy(message), context)
                     continue
-                answer = prepare(request_of(message, context), context)
+                request = request_of(message, context)
+                # What all are asked alike is parsed once.
+                alike = request.frame, frozenset(request.own.items()), id(context.run_config)
+                answer = prepare(asked.setdefault(alike, request), context)
             except Exception as error:  # one node's failure must not end the round
                 answer = failed(error)
             if isinstance(answer, Response):
