@@ -1,4 +1,4 @@
-"""An adapter is packed and unpacked once each way at the server, and once each way in the vault."""
+"""An adapter is packed and unpacked once each way at the server, and once each way in the vaults of a simulation."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ ROUNDS, CLIENTS = 2, 3
 
 @pytest.mark.parametrize("changes", [{}, {"upload_codec": "int8"}], ids=["float32", "int8"])
 def test_an_adapter_is_packed_and_unpacked_once_each_way(small_run, tmp_path, monkeypatch, changes):
-    """The server packs one request for all clients of a round, and reads each reply; each vault reads and packs one."""
+    """The server packs one request for all clients of a round, read once by the vaults of a simulation."""
     counts: Counter[str] = Counter()
 
     def counted(name, function):
@@ -28,4 +28,4 @@ def test_an_adapter_is_packed_and_unpacked_once_each_way(small_run, tmp_path, mo
         monkeypatch.setattr(frame, name, counted(name, getattr(frame, name)))
     config = parse({**small_run, **changes, "rounds": ROUNDS, "out": str(tmp_path / "run")})
     federation.run(config, LogObserver())
-    assert counts == {"packed_arrays": ROUNDS * (1 + CLIENTS), "unpacked_arrays": ROUNDS * (CLIENTS + CLIENTS)}
+    assert counts == {"packed_arrays": ROUNDS * (1 + CLIENTS), "unpacked_arrays": ROUNDS * (1 + CLIENTS)}
