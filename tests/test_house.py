@@ -103,9 +103,9 @@ def described_values(body: list[ast.stmt]) -> set[str]:
 def imported_by(package: str) -> dict[str, set[str]]:
     """{file: dotted names that it imports}, from the source, late imports too."""
     names: dict[str, set[str]] = {}
-    for file in (ROOT / package).rglob("*.py"):
-        found = names.setdefault(str(file.relative_to(ROOT)), set())
-        for node in ast.walk(ast.parse(file.read_text())):
+    for module in house().of(package):
+        found = names.setdefault(str(module.path.relative_to(ROOT)), set())
+        for node in ast.walk(module.tree):
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -158,7 +158,7 @@ def test_every_text_has_an_encoding_of_its_own():
     blind = ["path.read_text()", "subprocess.run(a, text=True)", "path.open('w', newline='')"]
     assert all(lacks_one(ast.parse(line).body[0].value) for line in blind), "the check would be blind"
     product = {name: module for name, module in house().modules.items() if not name.startswith("simulations")}
-    calls = [(name, node) for name, module in product.items() for node in ast.walk(ast.parse(module.source))]
+    calls = [(name, node) for name, module in product.items() for node in ast.walk(module.tree)]
     assert not [f"{name}:{node.lineno}" for name, node in calls if isinstance(node, ast.Call) and lacks_one(node)]
 
 

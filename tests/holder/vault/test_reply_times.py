@@ -28,7 +28,7 @@ from tests.adversary.nodes import make_node, num_charges, run_config, training, 
 from tests.holder.vault.running import ROOT
 from tests.tiny import LABELS, WORDS
 
-N_K = 60
+N_K = 24
 # The longest, one for each length, and the shortest.
 TABLES = {
     "long": [(" ".join(WORDS * 4), LABELS[i % 3]) for i in range(N_K)],
@@ -103,7 +103,7 @@ def start(tiny_bert):
 
 
 def everyone(start, round_: int = 1, **changes: object) -> Request:
-    values = {"rounds": 1000, "local_steps": 4} | changes
+    values = {"rounds": 1000, "local_steps": 2} | changes
     return training(run_config(**values), start, round_=round_, fields={"sampling_probability": 1.0}).request
 
 

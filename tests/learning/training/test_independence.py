@@ -117,18 +117,19 @@ def assert_same_in_every_order(model: TrainingModel, num_orders: int) -> None:
         assert torch.equal(found, expected[order]), (number, order)
 
 
-@pytest.mark.parametrize("num_orders", [10, *slow(200)])
+@pytest.mark.parametrize("num_orders", [7, *slow(200)])
 @pytest.mark.parametrize(("kind", "normalize", "bfloat16"), cases())
 def test_a_record_has_the_same_bits_in_all_orders_and_subsets(kind, normalize, bfloat16, num_orders):
     assert_same_in_every_order(training_model(kind, normalize=normalize, bfloat16=bfloat16), num_orders)
 
 
+@pytest.mark.parametrize("num_passes", [200, *slow(1000)])
 @pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
-def test_a_record_has_the_same_bits_in_its_thousandth_pass(kind):
+def test_a_record_has_the_same_bits_in_a_late_pass(kind, num_passes):
     model = training_model(kind)
     records = records_for(model)
     (first,) = gradients(model, [(records, [3])], cached=False)
-    (others,) = gradients(model, [(records, [*range(4, 40), *[index % 40 for index in range(960)], 3])], cached=False)
+    (others,) = gradients(model, [(records, [*range(4, 40), *[index % 40 for index in range(num_passes - 40)], 3])], cached=False)
     assert torch.equal(others[-1], first[0])
 
 
