@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,6 +44,19 @@ LONGEST = (
 
 # Tests of the plots, and runs whose pages have them.
 WITH_PLOTS = Path("runs/show")
+
+MEMORY = Path("/dev/shm")
+
+
+def pytest_configure() -> None:
+    """Write in memory, if it has room for what all workers write and lets programs run.
+
+    Ledgers and checkpoints wait for a disk after each write.
+    """
+    if "TMPDIR" not in os.environ and MEMORY.is_dir():
+        found = os.statvfs(MEMORY)
+        if found.f_bavail * found.f_frsize > 4 * 2**30 and not found.f_flag & os.ST_NOEXEC:
+            os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
 
 def pytest_collection() -> None:

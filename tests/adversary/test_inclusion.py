@@ -47,7 +47,7 @@ VICTIM, OTHER = 1, 2
 VALUES = {
     **{"data": ON_NODES, "labels": ",".join(LABELS), "num_clients": 4, "layers": "last-1", "rank": 2, "rounds": 3},
     **{"local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1, "batch_size": 6, "clip_norm": 1.0},
-    **{"noise_multiplier": 4.0, "max_length": 32, "min_clients": 3, "round_seconds": 600.0, "comparison": False},
+    **{"noise_multiplier": 40.0, "max_length": 32, "min_clients": 3, "round_seconds": 600.0, "comparison": False},
 }
 
 

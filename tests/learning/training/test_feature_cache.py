@@ -52,7 +52,8 @@ def passes(model):
 @pytest.mark.parametrize("centred", [False, True], ids=["", "centred"])
 @pytest.mark.parametrize("room", ["kept", "reserved for some", "none"])
 def test_neither_the_cache_nor_other_records_change_a_bit(encoder, make_records, room, centred):
-    records, chosen = make_records(40, longest=40), list(range(0, 40, 2))
+    num = 20
+    records, chosen = make_records(num, longest=40), list(range(0, num, 2))
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**22, max_length=40, alone=True)
     expected = rows_of(model, records, chosen, centred=centred)
     assert (expected.norm(dim=1) > 0).all()
@@ -60,13 +61,13 @@ def test_neither_the_cache_nor_other_records_change_a_bit(encoder, make_records,
     if room != "kept":
         model.features._memory_limit = {"reserved for some": 2**30, "none": 0}[room]
         model.features.reserve(11)
-    for drawn in (chosen[1:], chosen[:1], chosen[::-1], list(range(40))):
+    for drawn in (chosen[1:], chosen[:1], chosen[::-1], list(range(num))):
         *found, total = rows_of(model, records, drawn, centred=centred)
         for index in set(drawn) & set(chosen):
             assert torch.equal(found[drawn.index(index)], expected[chosen.index(index)])
         assert torch.equal(total, torch.stack(found).sum(dim=0)), "a record counts in a sum as by itself"
-    others = make_records(40, longest=40, seed=7)
-    tokens = [(records if i < 9 else others).features["input_ids"][i] for i in range(40)]
+    others = make_records(num, longest=40, seed=7)
+    tokens = [(records if i < 9 else others).features["input_ids"][i] for i in range(num)]
     found = rows_of(model, Records({"input_ids": tuple(tokens)}, records.labels, 0), chosen, centred=centred)
     assert torch.equal(found[:5], expected[:5])
 

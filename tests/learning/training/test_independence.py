@@ -129,7 +129,9 @@ def test_a_record_has_the_same_bits_in_a_late_pass(kind, num_passes):
     model = training_model(kind)
     records = records_for(model)
     (first,) = gradients(model, [(records, [3])], cached=False)
-    (others,) = gradients(model, [(records, [*range(4, 40), *[index % 40 for index in range(num_passes - 40)], 3])], cached=False)
+    (others,) = gradients(
+        model, [(records, [*range(4, 40), *[index % 40 for index in range(num_passes - 40)], 3])], cached=False
+    )
     assert torch.equal(others[-1], first[0])
 
 

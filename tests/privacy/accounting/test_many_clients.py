@@ -185,7 +185,7 @@ def test_thousands_of_clients_with_lmo_noise_are_bounded_at_the_best_order_each(
     generator = np.random.default_rng(5)
     events = [
         SubsampledLmo(parameters=noise, sensitivity=1.0, dimension=500, sampling_probability=q, count=20)
-        for q in [0.0, 1.0, *np.exp(generator.uniform(math.log(0.01), 0.0, 200)).tolist()]
+        for q in [0.0, 1.0, *np.exp(generator.uniform(math.log(0.01), 0.0, 60)).tolist()]
     ]
     bounds, exact = check(events, [1e-5] * len(events), "pld", range(0, len(events), 20))
     assert bounds[0] == 0

@@ -32,7 +32,7 @@ DELTA = 1e-5
 
 def event(round_: int) -> SubsampledGaussian:
     """Rounds cost different amounts, so that no count stands for them."""
-    return SubsampledGaussian(noise_multiplier=1.0 + round_ / 10, sampling_probability=0.1)
+    return SubsampledGaussian(noise_multiplier=4.0 + round_ / 10, sampling_probability=0.1)
 
 
 def epsilon(*rounds: int) -> float:
