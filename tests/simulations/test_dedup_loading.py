@@ -4,8 +4,10 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -39,6 +41,13 @@ def variant(number: int) -> dict[str, np.ndarray]:
     tensors["0.weight"][2 * number : 2 * number + 3] = number
     tensors["2.bias"][:] = number
     return tensors
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """On a disk: what lies in memory is never cold."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
