@@ -13,12 +13,13 @@ from fedpriv.config import parse
 from fedpriv.holder.wire.frame import Request
 from fedpriv.operate import joining
 from fedpriv.privacy.ledger import keys
-from server.by_file import Mailbox, MixedGrid
+from server.by_file import MixedGrid
 from server.deploy import by_file as at_coordinator
 from server.deploy import folder as coordinator_folder
 from server.deploy import membership
 from server.deploy.folder import Coordinator
 from server.exchange import message_to
+from server.mailbox import Mailbox
 from simulations.engines.grid import LocalGrid
 from simulations.sites import free_port
 

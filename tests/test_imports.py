@@ -48,12 +48,13 @@ COMMANDS = {
     "status begun": LIGHT | EPSILON | NUMBERS,
 }
 
-# One of each kind: nothing at all, an epsilon, a ledger, a folder of tables, a service.
+# One of each kind: nothing at all, an epsilon, a ledger, a folder of tables, a kit, a service.
 EVERY_DAY = (
     "--help",
     " ".join(ACCOUNT),
     "ledger verify ledger.sqlite",
     "status begun",
+    "coordinator --help",
     "fedpriv.holder.vault._service",
 )
 

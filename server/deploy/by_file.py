@@ -26,9 +26,9 @@ from fedpriv.holder.wire.frame import FrameError, Response
 from fedpriv.operate import sealed
 from fedpriv.privacy.ledger import keys
 from fedpriv.texts import holder_label, printable
-from server.by_file import Asked, Mailbox
 from server.deploy import certificates, membership
 from server.deploy.folder import Coordinator
+from server.mailbox import Asked, Mailbox
 
 _POLL_SECONDS = 0.5
 # Between two exchanges the server adds up, tests the model and writes a checkpoint.

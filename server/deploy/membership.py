@@ -22,8 +22,8 @@ from fedpriv.operate.command_line import validated
 from fedpriv.operate.joining import Application, Invitation, Member, Roster
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.keys import NODE, VAULT, Kind, fingerprint
-from server.by_file import BY_FILE
 from server.deploy.folder import CONNECTION, Coordinator
+from server.mailbox import BY_FILE
 
 # What Flower answers to who registers a key again, and to who takes out a node that is out.
 _IN_USE, _GONE = "Public key already in use", "not found"

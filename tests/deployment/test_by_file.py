@@ -23,10 +23,10 @@ from fedpriv.errors import InputError, TooFewClientsError
 from fedpriv.holder.vault.settings import FILE
 from fedpriv.privacy.ledger.entries import Entry
 from server.app import make_app
-from server.by_file import Mailbox
 from server.deploy import by_file as at_coordinator
 from server.deploy import membership
 from server.deploy.folder import Coordinator
+from server.mailbox import Mailbox
 from server.observer import LogObserver
 from simulations.engines.federation import RUN_ID, server_context
 from simulations.engines.flower_private import task_identity

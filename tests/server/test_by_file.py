@@ -11,8 +11,9 @@ from fedpriv.errors import InputError
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import FAILED, REGISTER, TRAIN, Request, Response
 from fedpriv.holder.wire.kinds import Registration
-from server.by_file import Mailbox, MixedGrid
+from server.by_file import MixedGrid
 from server.exchange import Exchange, message_to
+from server.mailbox import Mailbox
 from server.registration import register_nodes
 from simulations.engines.grid import LocalGrid
 from tests.server.deploy.conftest import deploy
