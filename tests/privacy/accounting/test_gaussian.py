@@ -269,7 +269,7 @@ def test_without_noise_the_cost_is_infinite_and_without_a_coin_nothing():
 
 
 def test_a_ledger_keeps_other_holders_and_the_verifier_computes_the_mixture(tmp_path):
-    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, unit="person")
+    event = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.1, unit="person")
     others = ((1.0, 0.1), (1.5, 0.2))
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         data_set = ledger.register("0", 100, DELTA)
@@ -281,7 +281,7 @@ def test_a_ledger_keeps_other_holders_and_the_verifier_computes_the_mixture(tmp_
     write_evidence(tmp_path / "bundle.zip", {"ledger": Exhibit(ledger=tmp_path / "ledger.sqlite")})
     code, lines = verified(tmp_path / "bundle.zip")
     assert code == 0, lines
-    expected = epsilon_of([summed(4.0, (1.0, 1.0, 1.5), (0.1, 0.1, 0.2), 4)], DELTA).epsilon
+    expected = epsilon_of([summed(16.0, (1.0, 1.0, 1.5), (0.1, 0.1, 0.2), 4)], DELTA).epsilon
     stated = next(line for line in lines if "epsilon_aggregate" in line and "by pld" in line)
     assert float(stated.rpartition(" ")[2]) == pytest.approx(expected, rel=1e-5)
 
