@@ -35,9 +35,10 @@ from fedpriv.learning.data import hospital
 from simulations.benchmarks._measuring import claim
 from simulations.sites import DeployedFederation, Service, wait_until
 
-# Of three nodes.
 # {number of nodes: seconds}
 TARGETS = {3: 2.0, 20: 8.0}
+# Where three nodes train A and B: 1.5 times what they took at a33a8d7d, where records shared passes.
+_WITH_FACTORS = 6.45
 # The most that a start may take, for each node: vaults read their records one after another.
 _START_SECONDS = 100.0
 
@@ -225,7 +226,8 @@ def measured(num_nodes: int, arguments: argparse.Namespace) -> None:
     print("resident MiB:", ", ".join(f"{name} {size:.0f}" for name, size in sorted(found.mebibytes.items())))
     median = statistics.median(found.lengths[1:])
     text = f"a deployed round, {num_nodes} nodes on loopback, MiniLM: seconds in the median after the first"
-    claim(text, at_most=TARGETS.get(num_nodes), seconds=median)
+    trains_factors = any(setting.startswith("recipe=") for setting in arguments.setting)
+    claim(text, at_most=_WITH_FACTORS if trains_factors else TARGETS.get(num_nodes), seconds=median)
 
 
 if __name__ == "__main__":
