@@ -282,8 +282,7 @@ class Journal:
         Raises:
             TypeError: a field is not a plain value.
         """
-        if self._path is not None:  # else not even a line is made, of very many simulated nodes
-            self._append(self._line(event, fields))
+        self._append(self._line(event, fields))
         return True
 
     def _line(self, event: str, fields: Mapping[str, _Value]) -> str:
@@ -299,8 +298,10 @@ class Journal:
         return f"{json.dumps(truncated)}\n"
 
     def _append(self, line: str) -> None:
+        if self._path is None:
+            return
         try:
-            with Path(self._path or os.devnull).open("a", encoding="utf-8") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
             _log.warning("%s: an event could not be written (%s)", self._path, error.strerror)

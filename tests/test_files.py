@@ -197,6 +197,8 @@ def test_what_is_no_plain_value_is_refused(tmp_path):
     with pytest.raises(TypeError, match="texts: an event holds plain values, not list"):
         Journal(tmp_path / "events.jsonl").write("released", texts=["a record"])
     assert not (tmp_path / "events.jsonl").exists()
+    with pytest.raises(TypeError, match="texts: an event holds plain values, not list"):
+        Journal(None).write("released", texts=["a record"])
 
 
 def test_a_file_that_cannot_be_written_costs_the_event_alone(tmp_path, caplog):
