@@ -11,11 +11,11 @@ import logging
 from pathlib import Path
 from typing import cast
 
-from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 import fedpriv
-from fedpriv.holder.wire.frame import FAILED, FRAME, OWN, Request, Response, Scalars, ask, carried, frame_in
+from fedpriv.holder.wire.frame import FAILED, OWN, Request, Response, Scalars, ask, carried, frame_in
 
 log = logging.getLogger("flwr")
 
@@ -53,11 +53,12 @@ def request_of(message: Message, context: Context) -> Request:
     content = message.content if message.has_content() else RecordDict()
     # Flower's records may also hold lists and bytes, which no frame carries and no server tells.
     own = cast("Scalars", dict(content.config_records[OWN]) if OWN in content.config_records else {})
-    return Request(frame=frame_in(content.array_records), run_config=dict(context.run_config), own=own)
+    return Request(frame=frame_in(content), run_config=dict(context.run_config), own=own)
 
 
 def message_of(response: Response, message: Message) -> Message:
     """The reply to a message that carries a response."""
     if response.code:
         return Message(Error(response.code, response.reason), reply_to=message)
-    return Message(RecordDict({FRAME: ArrayRecord({FRAME: Array(**carried(response.frame))})}), reply_to=message)
+    content = RecordDict({name: ConfigRecord(record) for name, record in carried(response.frame).items()})
+    return Message(content, reply_to=message)

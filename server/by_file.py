@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedpriv.config import RunConfig
 from fedpriv.files import read_text
-from fedpriv.holder.wire.frame import FAILED, FRAME, OWN, Request, Response, Scalars, carried, frame_in
+from fedpriv.holder.wire.frame import FAILED, OWN, Request, Response, Scalars, carried, frame_in
 from fedpriv.privacy.ledger import keys
 from server.exchange import Exchange, set_message_id
 from server.mailbox import BY_FILE, Mailbox
@@ -81,7 +81,7 @@ class MixedGrid(Grid):
     def _packed(self, message: Message) -> tuple[int, bytes]:
         """The client that a message is for, and the request that its vault is to be handed."""
         own: Any = message.content.config_records.get(OWN, {})
-        request = Request(frame=frame_in(message.content.array_records), run_config=self._run_config, own=dict(own))
+        request = Request(frame=frame_in(message.content), run_config=self._run_config, own=dict(own))
         return self._clients[message.metadata.dst_node_id], request.packed()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -108,7 +108,8 @@ def _reply(message: Message, answer: bytes | None) -> Message:
     response = Response(answer)
     if response.code:
         return Message(Error(response.code, response.reason), reply_to=message)
-    return Message(RecordDict({FRAME: ArrayRecord({FRAME: Array(**carried(answer))})}), reply_to=message)
+    content = RecordDict({name: ConfigRecord(record) for name, record in carried(answer).items()})
+    return Message(content, reply_to=message)
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import FRAME, OWN, TRAIN, Request, Response, carried, frame_in
+from fedpriv.holder.wire.frame import OWN, TRAIN, Request, Response, carried, frame_in
 from fedpriv.holder.wire.kinds import Broadcast, UploadRelease
 from fedpriv.learning.adapters import Adapter, difference, norm
 from fedpriv.learning.training.local_update import UpdateSpec
@@ -112,8 +112,8 @@ def set_message_id(message: Message, message_id: str) -> None:
 @lru_cache(maxsize=1)
 def content_of(request: Request) -> RecordDict:
     """The frame of a request, and what the node alone is told; of the nodes that are asked the same, all get this."""
-    own = {OWN: ConfigRecord(dict(request.own))} if request.own else {}
-    return RecordDict({FRAME: ArrayRecord({FRAME: Array(**carried(request.frame))}), **own})
+    own = {OWN: dict(request.own)} if request.own else {}
+    return RecordDict({name: ConfigRecord(record) for name, record in {**carried(request.frame), **own}.items()})
 
 
 def answer_in(reply: Message, kind: str) -> Any:
@@ -134,27 +134,12 @@ def digest_of(reply: Message) -> str:
 
 
 def _response_in(reply: Message) -> Response:
-    return Response(frame_in(reply.content.array_records))
+    return Response(frame_in(reply.content))
 
 
-def wire_bytes(content: RecordDict) -> int:
-    """Bytes of all objects that Flower's link sends for these records: records, arrays and chunks of arrays.
-
-    Arrays of equal content are sent once, and count once.
-    """
-    return _deflated_bytes(RecordDict({name: _unsliced(record) for name, record in content.items()}))
-
-
-def _unsliced(record: Any) -> Any:
-    """The record with fresh arrays of the same bytes: those from Flower hold chunks that cannot be copied again."""
-    if not isinstance(record, ArrayRecord):
-        return record
-    arrays = {name: Array(a.dtype, a.shape, a.stype, a.data) for name, a in record.items()}
-    return ArrayRecord(arrays)
-
-
-def _deflated_bytes(part: Any) -> int:
-    return len(part.deflate()) + sum(map(_deflated_bytes, (part.children or {}).values()))
+def wire_bytes(part: Any) -> int:
+    """Bytes of all objects that Flower's link sends for records, or a part of them; equal parts are sent once."""
+    return len(part.deflate()) + sum(map(wire_bytes, (part.children or {}).values()))
 
 
 class MalformedError(ValueError):

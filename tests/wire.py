@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
 from clients.app import message_of
 from fedpriv.holder.wire import frame
-from fedpriv.holder.wire.frame import OWN, Arrays, Request, Response, Scalars, frame_in
+from fedpriv.holder.wire.frame import FRAME, OWN, Arrays, Request, Response, Scalars, frame_in
 from server.exchange import message_to
 
 
@@ -30,7 +30,7 @@ def asked(
 def request_in(message: Message) -> Request:
     """The request that a message carries, without a run's configuration."""
     own = message.content.config_records
-    return Request(frame=frame_in(message.content.array_records), own=dict(own[OWN]) if OWN in own else {})
+    return Request(frame=frame_in(message.content), own=dict(own[OWN]) if OWN in own else {})
 
 
 def answered(
@@ -40,9 +40,14 @@ def answered(
     return message_of(Response.of(fields=fields, arrays=arrays, code=code, reason=reason), message)
 
 
+def records_of(frame: bytes, name: str = "frame-0") -> RecordDict:
+    """The records of a message that carries these bytes, under a name of its own, as one frame."""
+    return RecordDict({name: ConfigRecord({FRAME: frame})})
+
+
 def response_in(reply: Message) -> Response:
     """The response that a reply without an error carries."""
-    return Response(frame_in(reply.content.array_records))
+    return Response(frame_in(reply.content))
 
 
 def with_body(sent: bytes, change: Callable[[bytes], bytes]) -> bytes:

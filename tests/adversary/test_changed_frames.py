@@ -5,12 +5,11 @@ import random
 import re
 
 import pytest
-from flwr.app import Array, ArrayRecord
 
 from fedpriv.holder.vault.answer import answer
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.wire import frame
-from fedpriv.holder.wire.frame import FRAME, Request, carried
+from fedpriv.holder.wire.frame import Request
 from fedpriv.privacy.ledger.reader import reading, verify
 from server.exchange import MalformedError, read_reply
 from tests.adversary.nodes import Node, make_node, run_config, training
@@ -19,7 +18,7 @@ from tests.holder.wire.test_frame import with_header
 from tests.server.test_strategy import ADAPTER, make_strategy
 from tests.server.test_strategy import answer as reply_of
 from tests.server.test_strategy import ask as ask_clients
-from tests.wire import response_in, with_body
+from tests.wire import records_of, response_in, with_body
 
 
 def mutated(sent: bytes, coins: random.Random) -> bytes:
@@ -82,7 +81,7 @@ def test_a_server_takes_nothing_from_a_frame_that_anyone_has_changed_but_what_wa
     honest, refused = response_in(reply).frame, list[str]()
     for _ in range(number):
         changed = mutated(honest, coins)
-        reply.content[FRAME] = ArrayRecord({FRAME: Array(**carried(changed))})
+        reply.content = records_of(changed)
         try:
             read = read_reply(reply, expected)
         except MalformedError as error:

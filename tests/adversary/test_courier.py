@@ -109,7 +109,7 @@ def test_an_answer_by_file_is_the_vaults_and_repeating_it_costs_nothing(carried,
     assert charges(node) == before + 1
     assert "Clinic 0 (0), request 1: answers" in carried.collect()
     (reply,) = carried.arrived()
-    released = kinds.answer_of(TRAIN, Response(frame_in(reply.content.array_records)))
+    released = kinds.answer_of(TRAIN, Response(frame_in(reply.content)))
     assert (reply.metadata.src_node_id, released.round) == (node_id(0), 1)
     assert len(first.read_bytes()) == len(second.read_bytes()), "the same stored bytes, sealed anew"
     with pytest.raises(InputError, match="has asked nobody by file for 0 s"):

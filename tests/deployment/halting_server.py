@@ -19,7 +19,7 @@ send = Exchange.replies
 def halting(self, grid, messages, seconds):
     """Halt while the file ROUND-KIND.reached exists, if there is a file ROUND-KIND."""
     metadata = messages[0].metadata
-    name = f"{metadata.group_id}-{Request(frame=frame_in(messages[0].content.array_records)).kind}"
+    name = f"{metadata.group_id}-{Request(frame=frame_in(messages[0].content)).kind}"
     reached, deadline = HALTS / f"{name}.reached", time.monotonic() + LONGEST_SECONDS
     if (HALTS / name).exists():
         (HALTS / name).rename(reached)

@@ -7,16 +7,16 @@ import re
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import FRAME, Arrays, Response, Scalars, carried
+from fedpriv.holder.wire.frame import Arrays, Response, Scalars
 from fedpriv.holder.wire.kinds import UploadRelease
 from fedpriv.learning.adapters.codecs import CODECS
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.server.test_strategy import ADAPTER, SIZES, ask, make_strategy
-from tests.wire import answered, arrays_of
+from tests.wire import answered, arrays_of, records_of
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -38,10 +38,10 @@ def harmed_array(rng: random.Random, good: np.ndarray) -> np.ndarray:
             return np.array(3.0, dtype=np.float32)
 
 
-def harmed_bytes(rng: random.Random, content: bytes) -> Array:
-    """The bytes that carry all arrays, with a header, data or name of a format that is wrong."""
+def harmed_bytes(rng: random.Random, content: bytes) -> RecordDict:
+    """Records that carry all arrays, with a header, data or name that is wrong."""
     kind = rng.choice(["truncated", "garbage", "type", "huge", "empty", "longer", "lying", "crowd", "names", "lengths"])
-    formatted = carried(content)["stype"]
+    name = "frame-0"
     match kind:
         case "truncated":
             content = content[: rng.randrange(len(content))]
@@ -58,14 +58,14 @@ def harmed_bytes(rng: random.Random, content: bytes) -> Array:
         case "longer":
             content += b"\0" * rng.randint(1, 9)
         case "lying":
-            formatted = rng.choice(["numpy.ndarray", "torch", "pickle", ""])
+            name = rng.choice(["frame", "frame-1", "own", ""])
         case "crowd":
             content = b"[" * 10**5 + content
         case "names":
             content = content.replace(b'"A"', b'"B"') if b'"A"' in content else content[:-1]
         case "lengths":
             content = b"\xff" * 8 + content[8:]
-    return Array(**{**carried(content), "stype": formatted})
+    return records_of(content, name)
 
 
 def harmed(rng: random.Random, message: Message, release: Scalars, good: Arrays) -> Message:
@@ -79,8 +79,7 @@ def harmed(rng: random.Random, message: Message, release: Scalars, good: Arrays)
             arrays[name] = harmed_array(rng, arrays[name])
         case "bytes":
             whole = Response.of(fields=fields, arrays=good).frame
-            harm = ArrayRecord({FRAME: harmed_bytes(rng, whole)})
-            return Message(RecordDict({FRAME: harm}), reply_to=message)
+            return Message(harmed_bytes(rng, whole), reply_to=message)
         case "missing":
             del arrays[name]
         case "extra":

@@ -18,13 +18,13 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message
 
 from clients.app import app as client_app
 from clients.node import BUDGET_KEY, LEDGER_KEY
 from fedpriv.config import RunConfig, parse
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import FRAME, TRAIN, Response, carried
+from fedpriv.holder.wire.frame import TRAIN, Response
 from fedpriv.learning.training.evaluation import Evaluation
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateTask
 from fedpriv.learning.training.workbench import workbench
@@ -44,7 +44,7 @@ from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 from simulations.tiny_bert import make_tiny_bert
 from tests.tiny import LABELS, WORDS, write_table
-from tests.wire import request_in, response_in
+from tests.wire import records_of, request_in, response_in
 
 # (clients, rounds) of a run: two rounds more than the budgets last show that who retired is asked no more.
 SIZES = [(20, 5), pytest.param((200, 8), marks=pytest.mark.slow)]
@@ -128,7 +128,7 @@ def _spoil(reply: Message) -> None:
     response = response_in(reply)
     next(iter(response.arrays[kinds.ADAPTER].values())).fill(np.nan)
     spoilt = Response.of(fields=response.fields, arrays=response.arrays)
-    reply.content[FRAME] = ArrayRecord({FRAME: Array(**carried(spoilt.frame))})
+    reply.content = records_of(spoilt.frame)
 
 
 class Clock:

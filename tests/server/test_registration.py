@@ -94,7 +94,7 @@ def test_an_error_or_an_empty_reply_takes_no_part():
     message = asked(REGISTER)
     with pytest.raises(ValueError, match="could not be verified"):
         read_registration(Message(Error(8, "The FAB could not\nbe verified."), reply_to=message), None)
-    with pytest.raises(ValueError, match="must be one array, 'frame'"):
+    with pytest.raises(ValueError, match="records: must be frame-0"):
         read_registration(Message(RecordDict(), reply_to=message), None)
 
 

@@ -12,7 +12,7 @@ from clients.app import app as client_app
 from clients.node import TRUST_KEY
 from fedpriv.config import parse, to_flower
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import FAILED, FRAME, REFUSED, TRAIN
+from fedpriv.holder.wire.frame import FAILED, REFUSED, TRAIN
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.learning.training.workbench import workbench
@@ -115,7 +115,7 @@ def test_a_reply_holds_the_adapter_and_its_event_and_nothing_else(grid, config):
     """N_k is registered, and whether a client stays silent follows from its noised update."""
     (reply,) = grid.send_and_receive([train_message(config, 10)])
     response = response_in(reply)
-    assert set(reply.content) == {FRAME}
+    assert set(reply.content) == {"frame-0"}
     assert set(response.fields) == {"round", "event", "num_records", "silent"}
     assert response.arrays.keys() == {kinds.ADAPTER}
     assert response.arrays[kinds.ADAPTER].keys() == set(workbench(config).initial)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import safetensors.numpy
@@ -45,7 +45,7 @@ FAILED = 101
 RETIRED = 102
 WAITING = 103
 
-# Names in a Flower message: of the record that carries a frame, with its one array, and of what one node alone is told.
+# Names in a Flower message: of the records that carry a frame, and of the one with what this node alone is told.
 FRAME = "frame"
 OWN = "own"
 
@@ -64,8 +64,8 @@ _RETRY_DELAY_SECONDS = 0.2
 # struct ucred: pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
 
-# Of an array of Flower's.
-_FORMAT = "fedpriv-frame"
+# The most of a frame in one record: as much as Flower sends of an array at once.
+_PIECE_BYTES = 5 * 2**20
 
 Scalar = str | int | float | bool
 Scalars = Mapping[str, Scalar]
@@ -212,30 +212,26 @@ class Response(_Frame):
         return hashlib.sha256(self.frame).hexdigest()
 
 
-class Carrier(Protocol):
-    """One of Flower's arrays, as far as it is read: the name of its format, and its bytes."""
+def carried(frame: bytes) -> dict[str, dict[str, Any]]:
+    """{name of a record: its one value} by which a Flower message carries a frame.
 
-    stype: str
-    data: bytes
-
-
-def carried(frame: bytes) -> dict[str, Any]:
-    """The arguments of the one array of Flower's that carries a frame.
-
-    Flower sends each array as objects of its own, with a request for each: an adapter of eight would be seventeen.
+    Flower sends each record with a request of its own, and an array of a record with two more.
     """
-    return {"dtype": "uint8", "shape": (len(frame),), "stype": _FORMAT, "data": frame}
+    pieces = (frame[start : start + _PIECE_BYTES] for start in range(0, len(frame), _PIECE_BYTES))
+    return {f"{FRAME}-{index}": {FRAME: piece} for index, piece in enumerate(pieces)}
 
 
-def frame_in(records: Mapping[str, Mapping[str, Carrier]]) -> bytes:
-    """The frame in the records of arrays of a Flower message.
+def frame_in(records: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The frame in the records of a Flower message, which may also hold `OWN`.
 
     Raises:
-        FrameError: they are not one record with one array that carries a frame.
+        FrameError: they are not those that carry a frame.
     """
-    if list(records) != [FRAME] or list(records[FRAME]) != [FRAME] or records[FRAME][FRAME].stype != _FORMAT:
-        raise FrameError(f"arrays: must be one array, {FRAME!r}, in the format {_FORMAT!r}")
-    return records[FRAME][FRAME].data
+    names = [f"{FRAME}-{index}" for index in range(len(records) - (OWN in records))]
+    pieces = [dict(records.get(name, {})) for name in names]
+    if not pieces or any(list(piece) != [FRAME] or type(piece[FRAME]) is not bytes for piece in pieces):
+        raise FrameError(f"records: must be {FRAME}-0, {FRAME}-1 and so on, each with bytes, {FRAME!r}, alone")
+    return b"".join(piece[FRAME] for piece in pieces)
 
 
 def frame_length(prefix: bytes) -> int:
