@@ -116,6 +116,8 @@ _OF_ONE_API: dict[Any, str] = {
 _PULLED_THROUGH = {"runtime": "fleet", "fleet": "runtime"}
 # The longest that a pull is held; a server app looks at its deadline in between.
 _HELD_SECONDS = 1.0
+# The longest that a node waits for what messages hold to be pushed; Flower's client gives an answer up after 30.
+_PUSHED_SECONDS = 10.0
 
 
 class Door:
@@ -156,16 +158,21 @@ class Door:
             self._news[other].set()
             self._news[other] = asyncio.Event()
         connection: Connection = scope["state"][_CONNECTION]
-        if connection.found_nothing is self._news[api]:
+        news = self._news[api]
+        # A node that asks for what messages hold before it has been pushed asks again at ever longer intervals.
+        is_early = api == "fleet" and connection.is_let_in and "runtime" in self._pushed_through
+        if is_early or connection.found_nothing is news:
             with suppress(TimeoutError):
-                await asyncio.wait_for(connection.found_nothing.wait(), _HELD_SECONDS)
+                await asyncio.wait_for(news.wait(), _PUSHED_SECONDS if is_early else _HELD_SECONDS)
             if connection.transport.is_closing():  # Flower would count a message as delivered that nobody receives
                 return
-        news = self._news[api]
+            news = self._news[api]
 
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                connection.found_nothing = news if (b"content-length", b"0") in message["headers"] else None
+                connection.is_let_in = message["status"] == 200
+                is_empty = connection.is_let_in and (b"content-length", b"0") in message["headers"]
+                connection.found_nothing = news if is_empty else None
             await send(message)
 
         await self._app(scope, receive, noted)
@@ -201,9 +208,11 @@ class Connection(HttpToolsProtocol):
     """A connection to a `Door`, which notes once who holds its other end: Linux takes milliseconds to say that.
 
     Attributes:
-        found_nothing: the news of its API when a pull through this connection last found no messages.
+        is_let_in: whether Flower answered the last pull through this connection.
+        found_nothing: the news of its API at that pull, if it found no messages.
     """
 
+    is_let_in = False
     found_nothing: asyncio.Event | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -336,17 +336,20 @@ def test_a_server_that_does_not_say_where_it_was_asked_or_by_whom_admits_nobody(
 
 
 def test_a_pull_after_one_that_found_nothing_waits_for_a_push_and_ends_with_its_connection(monkeypatch):
-    asked, links = [], {api: Mock(found_nothing=None) for api in ("fleet", "runtime")}
+    asked, links = [], {api: Mock(found_nothing=None, is_let_in=False) for api in ("fleet", "runtime", "stranger")}
+    lengths = {"fleet": b"0", "runtime": b"9"}
 
     async def app(scope, _, send):
         asked.append(scope["path"])
-        await send({"type": "http.response.start", "headers": [(b"content-length", b"0")]})
+        status = 401 if scope["state"]["connection"] is links["stranger"] else 200
+        length = lengths[scope["path"].split("/")[2]]
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", length)]})
 
     door = Door(app, ("127.0.0.1", 1))
 
-    async def call(api, name, is_closing=False):
+    async def call(api, name, is_closing=False, link=None):
         links[api].transport.is_closing.return_value = is_closing
-        state = {"connection": links[api], "owner": os.geteuid()}
+        state = {"connection": links[link or api], "owner": os.geteuid()}
         await door(
             {"type": "http", "path": f"/v1/{api}/{name}", "server": door.private, "state": state}, 0, AsyncMock()
         )
@@ -358,14 +361,28 @@ def test_a_pull_after_one_that_found_nothing_waits_for_a_push_and_ends_with_its_
             await call("runtime", name)
         await asyncio.sleep(0)
         assert len(asked) == 3, "what its messages hold may be on its way"
+        for _ in range(2):
+            await call("fleet", "pull-messages", link="stranger")
+        assert len(asked) == 5, "who is not let in is never held"
+        lengths["fleet"] = b"9"
         await call("runtime", "pull-messages")
         await held
+        await call("runtime", "push-messages")
+        early = asyncio.create_task(call("fleet", "pull-messages"))
+        await asyncio.sleep(0)
+        assert len(asked) == 8, "after messages too, a node waits for what the next ones hold"
+        lengths["fleet"] = b"0"
+        await call("runtime", "pull-messages")
+        await early
         monkeypatch.setattr(guarded_superlink, "_HELD_SECONDS", 0.01)
         await call("fleet", "pull-messages")
         await call("fleet", "pull-messages", is_closing=True)
 
     asyncio.run(exchange())
-    assert [path.split("/")[2] for path in asked] == ["fleet", *["runtime"] * 3, "fleet", "fleet"]
+    assert [path.split("/")[2] for path in asked] == [
+        *("fleet", "runtime", "runtime", "fleet", "fleet", "runtime", "fleet"),
+        *("runtime", "runtime", "fleet", "fleet"),
+    ]
 
 
 def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
