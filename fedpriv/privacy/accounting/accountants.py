@@ -28,6 +28,8 @@ INTEGER_ORDERS = np.array([int(order) for order in ORDERS if float(order).is_int
 # The finest value discretization interval of a privacy loss, dp-accounting's default, and the coarsest of any use.
 FINEST_INTERVAL, _COARSEST_INTERVAL = 1e-4, 1.0
 
+_MULTIPLES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
 # A grid with more losses than this takes many seconds and gigabytes.
 _MOST_LOSSES = 3e6
 
@@ -227,15 +229,16 @@ def _value_interval(events: tuple[Event, ...], rdp_epsilon: float) -> float:
     """A value discretization interval that costs some 5e-4 of epsilon, as measured, and is 10 times faster.
 
     Every interval gives an upper bound, and its grid points are among those of the finest one, dp-accounting's
-    default, so the result is never below the library's. Small epsilons, small losses (q / z of one release) and pure
-    epsilons, which are rounded up to the grid, get the finest interval.
+    default, so the result is never below the library's, but where e^-epsilon underflows: from some 700 on, points of
+    the grid alone are found. So an interval above 2e-3 is at most 1e-5 of epsilon. Small epsilons, small losses (q / z
+    of one release) and pure epsilons, which are rounded up to the grid, get the finest one.
     """
     smallest_loss = min(event.loss_scale for event in events)
     if smallest_loss == 0 or rdp_epsilon < 1:
         return FINEST_INTERVAL
-    coarsest = min(math.sqrt(5e-5 * rdp_epsilon / sum(event.count for event in events)), smallest_loss / 4)
-    multiple = max(multiple for multiple in (1, 2, 5, 10, 20) if multiple <= max(1.0, coarsest / FINEST_INTERVAL))
-    return FINEST_INTERVAL * multiple
+    by_error = math.sqrt(5e-5 * rdp_epsilon / sum(event.count for event in events))
+    coarsest = min(by_error, smallest_loss / 4, max(2e-3, 1e-5 * rdp_epsilon))
+    return FINEST_INTERVAL * max(n for n in _MULTIPLES if n <= max(1.0, coarsest / FINEST_INTERVAL))
 
 
 def affordable(events: Sequence[Event], value_interval: float) -> float | None:
