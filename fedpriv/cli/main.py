@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -186,6 +187,8 @@ def fedpriv_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script, which ends in SystemExit: 0 for success, 1 for a failure, 2 for a user's mistake."""
     escape_what_a_terminal_lacks()
+    # Nothing here is compiled, but peft imports bitsandbytes where it is, and that loads torch's compiler: 50 MB, 1 s.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
         with naming_extras():
             app(arguments, prog_name="fedpriv")

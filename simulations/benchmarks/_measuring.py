@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as `fedpriv` does
 
 
 def claim(
