@@ -17,6 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 import fedpriv
 from fedpriv.config import ON_NODES, RunConfig, parse, why_recipe, with_mechanism_parameters
 from fedpriv.errors import DiskFullError, FlowerError, InputError, LedgerError, TooFewClientsError
+from fedpriv.learning.data import release_memory
 from fedpriv.learning.data.identity import other_partitions
 from fedpriv.learning.training.noise_plan import calibrated, decided
 from fedpriv.learning.training.workbench import Workbench, workbench
@@ -232,6 +233,7 @@ def _baselines(config: RunConfig, bench: Workbench, observer: Observer) -> Basel
 def _write_report(path: Path) -> None:
     from fedpriv.runs.show import write_report  # deferred: matplotlib is loaded once a run has begun
 
+    release_memory()
     write_report(path, stored_in(path))
 
 

@@ -103,8 +103,9 @@ class LocalGrid(Grid):
         for position, (message, context) in enumerate(zip(messages, contexts, strict=True)):
             try:
                 if self._execute is None or message.metadata.message_type != TRAIN:
-                    # Strategies put one RecordDict into every message, and an app may change its copy.
-                    replies[position] = self._evaluate(copy.deepcopy(message), context)
+                    # Strategies put one RecordDict into every message, and an app that is not ours may change its copy.
+                    asks = copy.deepcopy(message) if self._execute is None else message
+                    replies[position] = self._evaluate(asks, context)
                     continue
                 request = request_of(message, context)
                 # What all are asked alike is parsed once.
