@@ -112,7 +112,7 @@ class RunWriter:
 
     def write_digests(self, digests: Mapping[str, Any]) -> None:
         """Write the digests of the data for this user alone, since they tell of records."""
-        replace_file(self.path / files.DIGESTS, json.dumps(digests, indent=1).encode(), mode=0o600)
+        replace_file(self.path / files.DIGESTS, json.dumps(digests).encode(), mode=0o600)
 
     def register_audit(self, registration: Mapping[str, Any]) -> None:
         """Write what an audit has chosen, before the first round; InputError if a resumed run had chosen otherwise."""

@@ -262,11 +262,12 @@ def packed_arrays(arrays: Arrays) -> bytes:
         FrameError: one has a type that no frame holds.
     """
     named = [array for record in arrays.values() for array in record.values()]
+    if not named:
+        return b""
     try:
-        body = safetensors.numpy.save({str(i): np.ascontiguousarray(array) for i, array in enumerate(named)})
+        return safetensors.numpy.save({str(i): np.ascontiguousarray(array) for i, array in enumerate(named)})
     except (TypeError, ValueError, KeyError, SafetensorError) as error:
         raise FrameError(f"arrays: one has a type that no frame holds ({type(error).__name__})") from None
-    return body if named else b""
 
 
 def unpacked_arrays(names: list[Any], body: bytes) -> Arrays:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ class DataDigests:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values."""
-        return asdict(self)
+        return dict(vars(self))  # `asdict` would copy every holder's
 
     def check_same(self, then: DataDigests, where: str) -> None:
         """Refuse, naming what differs after `where`, other records than an earlier look by this configuration had."""
