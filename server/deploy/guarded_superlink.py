@@ -147,35 +147,42 @@ class Door:
     async def _serve(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Let Flower's app answer; a pull after one that found nothing is held until there may be something."""
         *_, api, call = f"//{scope.get('path', '')}".split("/")
-        if call != "pull-messages" or api not in self._news:
+        if scope["type"] != "http" or api not in self._news:
             await self._app(scope, receive, send)
-            if call == "push-messages":
-                self._pushed_through.add(api)
             return
-        if api in self._pushed_through:  # who has pushed messages pulls once all that they hold has been pushed too
-            self._pushed_through.remove(api)
-            other = _PULLED_THROUGH[api]
-            self._news[other].set()
-            self._news[other] = asyncio.Event()
         connection: Connection = scope["state"][_CONNECTION]
-        news = self._news[api]
-        # A node that asks for what messages hold before it has been pushed asks again at ever longer intervals.
-        is_early = api == "fleet" and connection.is_let_in and "runtime" in self._pushed_through
-        if is_early or connection.found_nothing is news:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), _PUSHED_SECONDS if is_early else _HELD_SECONDS)
+        is_pull = call == "pull-messages"
+        if is_pull:
+            if api in self._pushed_through:  # who has pushed messages pulls once all that they hold has been pushed too
+                self._pushed_through.remove(api)
+                other = _PULLED_THROUGH[api]
+                self._news[other].set()
+                self._news[other] = asyncio.Event()
+            if connection.found_nothing is self._news[api]:
+                await self._wait(api, _HELD_SECONDS)
+            # A node that asks for what messages hold before it has been pushed asks again at ever longer intervals.
+            if api == "fleet" and connection.is_let_in and "runtime" in self._pushed_through:
+                await self._wait(api, _PUSHED_SECONDS)
             if connection.transport.is_closing():  # Flower would count a message as delivered that nobody receives
                 return
-            news = self._news[api]
+        elif call == "push-messages":
+            self._pushed_through.add(api)
+        news = self._news[api]
 
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 connection.is_let_in = message["status"] == 200
-                is_empty = connection.is_let_in and (b"content-length", b"0") in message["headers"]
-                connection.found_nothing = news if is_empty else None
+                if is_pull:
+                    is_empty = connection.is_let_in and (b"content-length", b"0") in message["headers"]
+                    connection.found_nothing = news if is_empty else None
             await send(message)
 
         await self._app(scope, receive, noted)
+
+    async def _wait(self, api: str, seconds: float) -> None:
+        """Wait until there may be messages to pull through an API, for so long at most."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news[api].wait(), seconds)
 
     def _refusal(self, scope: Scope) -> int | None:
         """The status that refuses a request; None if it may pass."""
@@ -208,8 +215,8 @@ class Connection(HttpToolsProtocol):
     """A connection to a `Door`, which notes once who holds its other end: Linux takes milliseconds to say that.
 
     Attributes:
-        is_let_in: whether Flower answered the last pull through this connection.
-        found_nothing: the news of its API at that pull, if it found no messages.
+        is_let_in: whether Flower answered what was asked last through this connection.
+        found_nothing: the news of its API at the last pull, if it found no messages.
     """
 
     is_let_in = False

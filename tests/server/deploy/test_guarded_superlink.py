@@ -348,7 +348,7 @@ def test_a_pull_after_one_that_found_nothing_waits_for_a_push_and_ends_with_its_
     door = Door(app, ("127.0.0.1", 1))
 
     async def call(api, name, is_closing=False, link=None):
-        links[api].transport.is_closing.return_value = is_closing
+        links[link or api].transport.is_closing.return_value = is_closing
         state = {"connection": links[link or api], "owner": os.geteuid()}
         await door(
             {"type": "http", "path": f"/v1/{api}/{name}", "server": door.private, "state": state}, 0, AsyncMock()
@@ -375,13 +375,20 @@ def test_a_pull_after_one_that_found_nothing_waits_for_a_push_and_ends_with_its_
         await call("runtime", "pull-messages")
         await early
         monkeypatch.setattr(guarded_superlink, "_HELD_SECONDS", 0.01)
+        late = asyncio.create_task(call("fleet", "pull-messages"))
+        await asyncio.sleep(0)
+        await call("runtime", "push-messages")
+        await asyncio.sleep(0.05)
+        assert len(asked) == 11, "one that was held before they were pushed waits too"
+        await call("runtime", "pull-messages")
+        await late
         await call("fleet", "pull-messages")
         await call("fleet", "pull-messages", is_closing=True)
 
     asyncio.run(exchange())
     assert [path.split("/")[2] for path in asked] == [
         *("fleet", "runtime", "runtime", "fleet", "fleet", "runtime", "fleet"),
-        *("runtime", "runtime", "fleet", "fleet"),
+        *("runtime", "runtime", "fleet", "runtime", "runtime", "fleet", "fleet"),
     ]
 
 
