@@ -28,6 +28,7 @@ INTEGER_ORDERS = np.array([int(order) for order in ORDERS if float(order).is_int
 # The finest value discretization interval of a privacy loss, dp-accounting's default, and the coarsest of any use.
 FINEST_INTERVAL, _COARSEST_INTERVAL = 1e-4, 1.0
 
+# The intervals that are chosen, in units of the finest.
 _MULTIPLES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 # A grid with more losses than this takes many seconds and gigabytes.
