@@ -151,33 +151,40 @@ class Door:
             await self._app(scope, receive, send)
             return
         connection: Connection = scope["state"][_CONNECTION]
-        is_pull = call == "pull-messages"
+        was_let_in, is_pull = connection.is_let_in, call == "pull-messages"
+        if was_let_in:
+            self._hear(api, call)
         if is_pull:
-            if api in self._pushed_through:  # who has pushed messages pulls once all that they hold has been pushed too
-                self._pushed_through.remove(api)
-                other = _PULLED_THROUGH[api]
-                self._news[other].set()
-                self._news[other] = asyncio.Event()
             if connection.found_nothing is self._news[api]:
                 await self._wait(api, _HELD_SECONDS)
             # A node that asks for what messages hold before it has been pushed asks again at ever longer intervals.
-            if api == "fleet" and connection.is_let_in and "runtime" in self._pushed_through:
+            if api == "fleet" and was_let_in and "runtime" in self._pushed_through:
                 await self._wait(api, _PUSHED_SECONDS)
             if connection.transport.is_closing():  # Flower would count a message as delivered that nobody receives
                 return
-        elif call == "push-messages":
-            self._pushed_through.add(api)
         news = self._news[api]
 
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 connection.is_let_in = message["status"] == 200
+                if connection.is_let_in and not was_let_in:
+                    self._hear(api, call)
                 if is_pull:
                     is_empty = connection.is_let_in and (b"content-length", b"0") in message["headers"]
                     connection.found_nothing = news if is_empty else None
             await send(message)
 
         await self._app(scope, receive, noted)
+
+    def _hear(self, api: str, call: str) -> None:
+        """Note what somebody does whom Flower lets in: who pushed messages pulls once what they hold is pushed too."""
+        if call == "push-messages":
+            self._pushed_through.add(api)
+        elif call == "pull-messages" and api in self._pushed_through:
+            self._pushed_through.remove(api)
+            other = _PULLED_THROUGH[api]
+            self._news[other].set()
+            self._news[other] = asyncio.Event()
 
     async def _wait(self, api: str, seconds: float) -> None:
         """Wait until there may be messages to pull through an API, for so long at most."""

@@ -392,6 +392,39 @@ def test_a_pull_after_one_that_found_nothing_waits_for_a_push_and_ends_with_its_
     ]
 
 
+def test_whom_flower_refuses_ends_no_hold_of_another():
+    answered = []
+
+    async def app(scope, _, send):
+        connection = scope["state"]["connection"]
+        answered.append((connection, scope["path"]))
+        status, length = (401, b"9") if connection is stranger else (200, b"0")
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", length)]})
+
+    door = Door(app, ("127.0.0.1", 1))
+    server, node, stranger = (Mock(found_nothing=None, is_let_in=False) for _ in range(3))
+
+    async def call(connection, api, name):
+        connection.transport.is_closing.return_value = False
+        state = {"connection": connection, "owner": os.geteuid()}
+        await door(
+            {"type": "http", "path": f"/v1/{api}/{name}", "server": door.private, "state": state}, 0, AsyncMock()
+        )
+
+    async def exchange():
+        await call(server, "runtime", "pull-messages")
+        held = asyncio.create_task(call(server, "runtime", "pull-messages"))
+        for connection, name in ((stranger, "push"), (stranger, "pull"), (node, "push"), (stranger, "pull")):
+            await call(connection, "fleet", f"{name}-messages")
+        await asyncio.sleep(0)
+        assert not held.done()
+        await call(node, "fleet", "pull-messages")
+        await held
+
+    asyncio.run(exchange())
+    assert answered[-1] == (server, "/v1/runtime/pull-messages")
+
+
 def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
     file, content = tmp_path / "approved-fabs", bundle()
