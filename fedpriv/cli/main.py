@@ -1,6 +1,7 @@
 """`fedpriv ...`: the library from a shell, and the programs above it, which are loaded when they are used."""
 
 import difflib
+import gc
 import hashlib
 import os
 import re
@@ -187,6 +188,8 @@ def fedpriv_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script, which ends in SystemExit: 0 for success, 1 for a failure, 2 for a user's mistake."""
     escape_what_a_terminal_lacks()
+    # Half a million objects of libraries stay until the end; to look through them for cycles again and again took 1 s.
+    gc.set_threshold(100_000, 50, 100)
     # Nothing here is compiled, but peft imports bitsandbytes where it is, and that loads torch's compiler: 50 MB, 1 s.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,40 @@ def fresh_process(
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}: failed\n{done.stderr[-2000:]}")
     return {"seconds": time.perf_counter() - started, **json.loads(done.stdout.splitlines()[-1])}
+
+
+# At its end a command says what it held at most.
+_COMMAND = """
+import atexit
+from simulations.benchmarks._measuring import resident
+atexit.register(lambda: print(resident("VmHWM")))
+from fedpriv.cli.main import main
+main()
+"""
+
+
+def fedpriv_run(out: Path | str, settings: Iterable[str]) -> dict[str, float]:
+    """The seconds of `fedpriv run` from start to end, `processor` seconds, and the `peak` of its resident bytes.
+
+    Args:
+        settings: `KEY=VALUE` of its configuration.
+
+    Raises:
+        SystemExit: it failed; with the end of what it complained of.
+    """
+    given = [part for setting in settings for part in ("-c", setting)]
+    before, started = _processor_seconds(), time.perf_counter()
+    words = [sys.executable, "-c", _COMMAND, "run", "--out", str(out), *given]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"fedpriv run {' '.join(given)}: failed\n{done.stderr[-2000:]}")
+    seconds, processor = time.perf_counter() - started, _processor_seconds() - before
+    return {"seconds": seconds, "processor": processor, "peak": int(done.stdout.splitlines()[-1])}
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def resident(mark: str = "VmRSS") -> int:

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from simulations.benchmarks._measuring import claim
+from simulations.benchmarks._measuring import claim, fedpriv_run
 
 TARGET = 1.5
-_RUN = "from fedpriv.cli.main import main; main()"
 
 
 @contextmanager
@@ -38,19 +35,10 @@ def busy_loops(number: int) -> Iterator[None]:
             loop.wait()
 
 
-def measure(settings: Sequence[str]) -> tuple[float, float]:
+def measure(settings: Sequence[str]) -> dict[str, float]:
     """Seconds that a run takes, and of processor time."""
-    given = [part for setting in ("comparison=false", "baselines=false", *settings) for part in ("-c", setting)]
-    before, began = _processor_seconds(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", _RUN, "run", "--out", f"{folder}/run", *given]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - began, _processor_seconds() - before
-
-
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+        return fedpriv_run(f"{folder}/run", ["comparison=false", "baselines=false", *settings])
 
 
 def fair_cores(loops: int, threads: int) -> float:
@@ -67,10 +55,10 @@ def main() -> None:
     parser.add_argument("--setting", nargs="*", default=[], metavar="KEY=VALUE", help="of the run")
     arguments = parser.parse_args()
     threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
-    _, processor = measure(arguments.setting)
+    processor = measure(arguments.setting)["processor"]
     for loops in arguments.loops:
         with busy_loops(loops):
-            seconds = [measure(arguments.setting)[0] for _ in range(arguments.repeats)]
+            seconds = [measure(arguments.setting)["seconds"] for _ in range(arguments.repeats)]
         share = processor / fair_cores(loops, threads)
         ratio = max(seconds) / share
         text = f"a run beside {loops} busy loops / its fair share, the slowest of {len(seconds)}"

@@ -11,9 +11,9 @@ layers, width 64), LoRA of rank 8 on query and value and the head; every client 
 each (8 where there are 1,000 clients), one epoch of SGD in batches of 8. Not private, they average the clients'
 updates. Private, each update is clipped and noise comes to the sum: with the peers at the server, with fedpriv in each
 upload (`noise_on = "upload"`). A third arm of ours, `records`, clips every record's gradient, which they do not offer.
-Times are those of whole processes, with the start, the report, and one test at the end; a claim takes BlazeFL's fastest
-mode. Memory is that of the process itself, without the workers that BlazeFL starts. Labels are drawn at random, so all
-accuracies are near a half.
+Times are those of whole processes, ours of `fedpriv run`, with the start, the report, and one test at the end; a claim
+takes BlazeFL's fastest mode. Memory is that of the process itself, without the workers that BlazeFL starts. Labels are
+drawn at random, so all accuracies are near a half.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import argparse
 import itertools
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,18 +30,14 @@ from typing import Any
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import logging
-
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from fedpriv.config import parse
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training.workbench import workbench
-from server.observer import LogObserver
-from simulations.benchmarks._measuring import claim, fresh_process, resident
+from simulations.benchmarks._measuring import claim, fedpriv_run, fresh_process
 from simulations.benchmarks.registered_clients import WORDS, write_records
-from simulations.engines import federation
 from simulations.tiny_bert import make_tiny_bert
 
 BATCH, NUM_TEST, CLIP_NORM, LEARNING_RATE = 8, 200, 1.0, 0.1
@@ -86,17 +81,15 @@ def values_of(folder: Path, num_clients: int, rounds: int) -> dict[str, Any]:
         "simulate": True,
         "comparison": False,
         "baselines": False,
-        "out": str(folder / "run"),
     }
 
 
 def ours(arm: str, folder: Path, num_clients: int, rounds: int) -> dict[str, Any]:
-    """Accuracy and peak memory of one run."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    config = parse(values_of(folder, num_clients, rounds) | ARMS[arm])
-    federation.run(config, LogObserver())
-    accuracy = json.loads((Path(config.out) / "summary.json").read_text())["accuracy"]
-    return {"accuracy": accuracy, "peak": resident("VmHWM")}
+    """Seconds, accuracy and peak memory of one run."""
+    values = values_of(folder, num_clients, rounds) | ARMS[arm]
+    with tempfile.TemporaryDirectory() as out:
+        found = fedpriv_run(f"{out}/run", [f"{key}={json.dumps(value)}" for key, value in values.items()])
+        return {**found, "accuracy": json.loads(Path(out, "run", "summary.json").read_text())["accuracy"]}
 
 
 def write_task(folder: Path, num_clients: int) -> None:
@@ -127,9 +120,7 @@ def write_task(folder: Path, num_clients: int) -> None:
 def measured(arguments: argparse.Namespace, num_clients: int, folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Who, the arm and its figures, of one process after the other."""
     for arm in ARMS:
-        options = ("--folder", folder, "--clients", num_clients, "--rounds", arguments.rounds, "--arm", arm)
-        yield "fedpriv", arm, fresh_process("pfl_research", *options)
-        shutil.rmtree(Path(folder) / "run")
+        yield "fedpriv", arm, ours(arm, Path(folder), num_clients, arguments.rounds)
     for peer, (option, module, modes) in PEERS.items():
         if python := vars(arguments)[option]:
             for arm, mode in itertools.product(("not private", "private"), modes):
@@ -144,12 +135,7 @@ def main() -> None:
     parser.add_argument("--blazefl", help="of the environment with BlazeFL, which is left out otherwise")
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.arm:
-        print(json.dumps(ours(arguments.arm, arguments.folder, arguments.clients[0], arguments.rounds)))
-        return
     for num_clients in arguments.clients:
         seconds, peaks = {}, {}
         with tempfile.TemporaryDirectory() as folder:

@@ -58,12 +58,16 @@ def run(
 
 @contextmanager
 def _cycles_looked_for_seldom() -> Iterator[None]:
-    """Within this context Python looks through its objects less often: most that a run makes stay."""
-    before = gc.get_threshold()
+    """Within this context Python looks for cycles less often, and not among what there was before: libraries stay."""
+    before, is_ours = gc.get_threshold(), not gc.get_freeze_count()
     gc.set_threshold(*_GARBAGE)
+    if is_ours:  # what others froze must stay so
+        gc.freeze()
     try:
         yield
     finally:
+        if is_ours:
+            gc.unfreeze()
         gc.set_threshold(*before)
 
 

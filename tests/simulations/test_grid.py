@@ -1,5 +1,6 @@
 """The in-process grid keeps Flower's manners: copies, one reply for each message, errors as replies."""
 
+import gc
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedpriv.holder.wire.frame import FAILED, REFUSED, TRAIN
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.learning.training.workbench import workbench
+from simulations.engines import federation
 from simulations.engines import grid as grid_module
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
@@ -145,3 +147,16 @@ def test_flowers_own_fedavg_drives_the_grid_unchanged():
         result = strategy.start(grid, ArrayRecord([np.zeros(3, dtype=np.float32)]), num_rounds=2)
     mean = (2 * 2 + 3 * 3 + 4 * 4) / 9
     assert result.arrays.to_numpy_ndarrays()[0] == pytest.approx(2 * mean)
+
+
+def test_a_run_leaves_the_search_for_cycles_as_it_was(monkeypatch):
+    frozen, calls = [0, 7], []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen.pop(0))
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
+    before = gc.get_threshold()
+    for _ in range(2):
+        with federation._cycles_looked_for_seldom():
+            assert gc.get_threshold() != before
+        assert gc.get_threshold() == before
+    assert calls == ["freeze", "unfreeze"], "what others froze stays so"
