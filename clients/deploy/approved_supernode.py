@@ -27,6 +27,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -47,6 +48,7 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
@@ -148,6 +150,33 @@ def keep_pace(on_message: Callable[[], None]) -> None:
     # As above; and of the module `time`, Flower's file uses `sleep` alone.
     start_client_internal._pull_and_store_message = pull_reported  # type: ignore[assignment]
     start_client_internal.time = SimpleNamespace(sleep=sleep)  # type: ignore[assignment, attr-defined]
+
+
+def answer_each_message() -> None:
+    """Make the SuperNode of this process expect a reply to each message that it keeps, and keep no other.
+
+    Flower's loop sends one reply after each message that it has received. Of a message whose run ends while it is
+    received, it keeps what has come and expects no reply: a task may answer it all the same, that reply goes out in
+    place of the next message's, and the next message's waits until another one comes.
+    """
+    pull: Callable[..., Any] = start_client_internal._pull_and_store_message
+
+    def pull_paired(
+        *, pull_object: Callable[..., bytes], confirm_message_received: Callable[..., None], **rest: Any
+    ) -> Any:
+        def pulled(run_id: int, object_id: str) -> bytes:
+            try:
+                return pull_object(run_id, object_id)
+            except RunNotRunningException:  # as any failure, after which Flower drops the message
+                raise OSError(f"run {run_id} has ended") from None
+
+        def confirmed(run_id: int, message_id: str) -> None:
+            with suppress(RunNotRunningException):  # all of it is here, and a task may have begun
+                confirm_message_received(run_id, message_id)
+
+        return pull(pull_object=pulled, confirm_message_received=confirmed, **rest)
+
+    start_client_internal._pull_and_store_message = pull_paired  # type: ignore[assignment]
 
 
 def kept_superexec(address: str) -> Kept:
@@ -257,6 +286,7 @@ def main() -> None:
     require_approval(own.approved.absolute(), holder_label(node["partition-id"], node["name"]))
     install_what_is_approved()
     ask_again_soon(pull_objects)
+    answer_each_message()
     keep_pace(kept_superexec(f"{own.host}:{own.port}").tell)
     flower_supernode()
 

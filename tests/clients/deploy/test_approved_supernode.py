@@ -8,11 +8,13 @@ import subprocess
 import sys
 from importlib.metadata import version
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from flwr.cli.install import install_from_fab
 from flwr.common.constant import ErrorCode
 from flwr.supercore.error import FlowerError
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
@@ -135,6 +137,32 @@ def test_a_supernode_pauses_for_shorter_while_messages_come(flower, monkeypatch)
     clock.now += 2
     flower.time.sleep(3)
     assert clock.slept.pop() == pytest.approx(0.205)
+
+
+@pytest.mark.parametrize("ends_at", [None, "pull_object", "confirm_message_received"])
+def test_of_a_run_that_ends_as_a_message_comes_a_node_keeps_the_message_and_answers_it_or_does_neither(
+    ends_at, monkeypatch
+):
+    monkeypatch.setattr(start_client_internal, "_pull_and_store_message", start_client_internal._pull_and_store_message)
+    approved_supernode.answer_each_message()
+    state, store, link = Mock(), Mock(), Mock()
+    store.preregister.return_value, link.pull_object.return_value = ["the object"], b"content"
+    link.receive.return_value = SimpleNamespace(metadata=Mock(run_id=7, message_id="the message")), "tree"
+    if ends_at:
+        getattr(link, ends_at).side_effect = RunNotRunningException
+    calls = ("receive", "get_run", "get_fab", "pull_object", "confirm_message_received")
+    found = start_client_internal._pull_and_store_message(
+        state=state,
+        object_store=store,
+        node_config={},
+        trusted_entities=None,
+        **{name: getattr(link, name) for name in calls},
+    )
+    is_kept = not state.delete_messages.called
+    assert state.store_message.called
+    assert (found == 7) == is_kept == (ends_at != "pull_object")
+    assert store.put.called == is_kept
+    assert state.finish_task.called != is_kept
 
 
 # Runs in an interpreter of its own, whose main module imports `clients`, as that of the SuperExec does.
