@@ -67,13 +67,10 @@ def fresh_process(
 
 
 # At its end a command says what it held at most.
-_COMMAND = """
-import atexit
-from simulations.benchmarks._measuring import resident
-atexit.register(lambda: print(resident("VmHWM")))
-from fedpriv.cli.main import main
-main()
-"""
+_COMMAND = (
+    "import atexit; from simulations.benchmarks._measuring import resident; "
+    'atexit.register(lambda: print(resident("VmHWM"))); from fedpriv.cli.main import main; main()'
+)
 
 
 def fedpriv_run(out: Path | str, settings: Iterable[str]) -> dict[str, float]:
@@ -86,18 +83,14 @@ def fedpriv_run(out: Path | str, settings: Iterable[str]) -> dict[str, float]:
         SystemExit: it failed; with the end of what it complained of.
     """
     given = [part for setting in settings for part in ("-c", setting)]
-    before, started = _processor_seconds(), time.perf_counter()
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     words = [sys.executable, "-c", _COMMAND, "run", "--out", str(out), *given]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"fedpriv run {' '.join(given)}: failed\n{done.stderr[-2000:]}")
-    seconds, processor = time.perf_counter() - started, _processor_seconds() - before
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": seconds, "processor": processor, "peak": int(done.stdout.splitlines()[-1])}
-
-
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def resident(mark: str = "VmRSS") -> int:
