@@ -7,7 +7,8 @@ bundle is stored, installed or imported; a refused run gets Flower's error reply
 the folder that Flower executes is made to hold the bundle's files, and nothing else.
 
 And it loses less time: it asks more often while messages come, tells its SuperExec when there is a task, and that
-starts the process of a task from one that has imported Flower already. Every task still has a process of its own.
+starts the process of a task from one that has imported Flower already. Every task still has a process of its own. And
+no message of a run that ends as it comes puts the replies to later ones out of step.
 
     python -m clients.deploy.approved_supernode APPROVED_FABS --host HOST --port PORT ... (further arguments of Flower)
 
