@@ -17,8 +17,8 @@ from fedpriv.learning.adapters._arithmetic import (
     factors_of,
 )
 from fedpriv.learning.aggregation._cmfl import pack_signs, relevance, threshold, unpack_signs
-from fedpriv.learning.aggregation._exact_products import fresh_start
 from fedpriv.learning.aggregation._fedavg import GlobalModel, ternary_codes
+from fedpriv.learning.aggregation._products import fresh_start
 from fedpriv.learning.aggregation.rules import RULES, SERVER_OPTIMIZERS, ServerOptimizer, server_step
 
 LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)

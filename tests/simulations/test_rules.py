@@ -23,7 +23,7 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import Response
 from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX, OUTER_SUFFIX, Adapter, factors_of
 from fedpriv.learning.aggregation._fedavg import GlobalModel
-from fedpriv.learning.aggregation._fedsvd import rebased
+from fedpriv.learning.aggregation._products import rebased
 from fedpriv.learning.aggregation.rules import RULES
 from fedpriv.learning.data.records import tokenize
 from fedpriv.learning.training.evaluation import evaluate

@@ -19,7 +19,6 @@ from fedpriv.exports import lazy_exports
 if TYPE_CHECKING:
     from fedpriv.learning.aggregation._cmfl import pack_signs as pack_signs
     from fedpriv.learning.aggregation._cmfl import unpack_signs as unpack_signs
-    from fedpriv.learning.aggregation._exact_products import fresh_start as fresh_start
     from fedpriv.learning.aggregation._fedavg import GlobalModel as GlobalModel
     from fedpriv.learning.aggregation._fedavg import ternary_codes as ternary_codes
     from fedpriv.learning.aggregation._fedavg import weighted_average as weighted_average
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from fedpriv.learning.aggregation._head_start import is_of_head as is_of_head
     from fedpriv.learning.aggregation._head_start import recentred as recentred
     from fedpriv.learning.aggregation._head_start import started as started
+    from fedpriv.learning.aggregation._products import fresh_start as fresh_start
     from fedpriv.learning.aggregation.rules import RULES as RULES
     from fedpriv.learning.aggregation.rules import Rule as Rule
 else:

@@ -199,9 +199,9 @@ def server_step(
 _FUNCTIONS: Mapping[str, Mapping[str, str]] = {
     "t-fedavg": {"aggregate": "_fedavg:t_fedavg"},
     "cmfl": {"aggregate": "_cmfl:cmfl", "withholds": "_cmfl:is_irrelevant"},
-    "fedsvd": {"finish": "_fedsvd:rebased"},
-    "fedex-lora": {"aggregate": "_exact_products:fedex_lora"},
-    "flora": {"aggregate": "_exact_products:flora"},
+    "fedsvd": {"finish": "_products:rebased"},
+    "fedex-lora": {"aggregate": "_products:fedex_lora"},
+    "flora": {"aggregate": "_products:flora"},
 }
 
 RULES = _Rules("aggregation", {name: _known(name, **_FUNCTIONS.get(name, {})) for name in RULE_FACTS})
