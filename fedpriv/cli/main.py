@@ -15,7 +15,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from fedpriv.apps import naming_extras
+from fedpriv.apps import GARBAGE_THRESHOLDS, naming_extras
 from fedpriv.cli import _audit, _dedup, _inputs, _integral, _ledger, _serve, lmo
 from fedpriv.cli._command import Result, command
 from fedpriv.cli._costs import account, calibrate, check, communication, repeat_and_select
@@ -188,8 +188,7 @@ def fedpriv_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script, which ends in SystemExit: 0 for success, 1 for a failure, 2 for a user's mistake."""
     escape_what_a_terminal_lacks()
-    # Half a million objects of libraries stay until the end; to look through them for cycles again and again took 1 s.
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     # Nothing here is compiled, but peft imports bitsandbytes where it is, and that loads torch's compiler: 50 MB, 1 s.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:

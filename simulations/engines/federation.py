@@ -12,6 +12,7 @@ from flwr.app import Context, RecordDict
 
 from clients.app import app as client_app
 from clients.node import TRUST_KEY
+from fedpriv.apps import GARBAGE_THRESHOLDS
 from fedpriv.config import RunConfig, to_flower
 from fedpriv.errors import InputError
 from fedpriv.learning.data import release_memory
@@ -30,9 +31,6 @@ from simulations.engines.ray_actors import RayExecutor
 RUN_ID = 1
 # Flower's server is node 1.
 _FIRST_NODE_ID = 2
-
-# The thresholds of the three generations.
-_GARBAGE = (50_000, 20, 50)
 
 
 def run(
@@ -60,7 +58,7 @@ def run(
 def _cycles_looked_for_seldom() -> Iterator[None]:
     """Within this context Python looks for cycles less often, and not among what there was before: libraries stay."""
     before, is_ours = gc.get_threshold(), not gc.get_freeze_count()
-    gc.set_threshold(*_GARBAGE)
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     if is_ours:  # what others froze must stay so
         gc.freeze()
     try:
