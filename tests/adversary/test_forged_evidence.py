@@ -202,6 +202,16 @@ def test_the_honest_evidence_is_confirmed_and_says_on_whose_word_it_rests(world,
     assert (code, failures(lines)) == (0, [])
 
 
+def test_a_receipt_that_is_missing_is_named_once(world, tmp_path):
+    """The receipts after it are no worse for it: it may have been lost with a reply, and only its node has it."""
+    lines = world.files["run/receipts.jsonl"].splitlines(keepends=True)
+    lines.remove(next(line for line in lines if json.loads(line)["counter"] == 4))
+    code, found = check(world, world.files | {"run/receipts.jsonl": b"".join(lines)}, tmp_path)
+    (failure,) = failures(found)
+    assert code == 1
+    assert re.search("receipt 5 of data set .* after number 3", failure), failure
+
+
 def hide_what_was_asked_twice(forgery: Forgery) -> None:
     """Rounds were asked twice, each node signed both, and the ledger has one: as many receipts have its charge."""
     forgery.omit([entry for entry in forgery.of("charged") if entry["request"].startswith("second")])

@@ -125,11 +125,11 @@ def check_receipts(spent: Object, receipts: list[Object], identities: Object, to
         links[link["data_set"]][link["counter"], digest] = link | {"event": to.parsed(link["event"] or "{}")}
         keys[digest].add(signer if is_signed(signer, link, receipt["signature"]) else "")
     for data_set in sorted({*spent, *links}):
-        chain, last, name = sorted(links[data_set].items()), "0" * 64, f"data set {data_set}"
-        for number, ((counter, digest), each) in enumerate(chain):
-            if (counter, each["previous"]) != (number, last) or "" in keys[digest]:  # "": signed wrongly
-                to.check(False, f"receipt {counter} of {name} is signed, and here once, after number {number - 1}")
-            last = digest
+        chain, number, last, name = sorted(links[data_set].items()), -1, "0" * 64, f"data set {data_set}"
+        for (counter, digest), each in chain:
+            if (counter - 1, each["previous"]) != (number, last) or "" in keys[digest]:  # "": signed wrongly
+                to.check(False, f"receipt {counter} of {name} is signed, and here once, after number {number}")
+            number, last = counter, digest
         both = spent.get(data_set, ()), [link for _, link in chain[1:]]
         charged, signed = (Counter(str([each.get(key) or None for key in CHARGE]) for each in some) for some in both)
         signers, claim = sorted(keys[last]), f"{len(chain)} receipts of {name} have a charge each, and its node's key"
