@@ -142,19 +142,22 @@ class DeployedFederation:
         folder.mkdir(parents=True)
         measured = ["--metrics"] if metrics else []
         kit(SERVER, "init", self.coordinator, "--address", "127.0.0.1", "--port", self.port, *measured)
-        self.start_superlink()
         self.digest = ""
-        self.invite(num_nodes)
-        for client in range(num_nodes):
-            self.make_node(client, *(holdings or {}).get(client, []), *measured)
-            with (self.node(client) / FILE).open("a") as file:
-                file.write(settings)
-            if model is not None:
-                self.approve_model(client, model)
-            self.admit(client)
-        for client in range(num_nodes):
-            self.start_node(client)
-        self.wait_for_nodes(num_nodes)
+        with contextlib.ExitStack() as unless_all_answer:
+            unless_all_answer.callback(self.stop)
+            self.start_superlink()
+            self.invite(num_nodes)
+            for client in range(num_nodes):
+                self.make_node(client, *(holdings or {}).get(client, []), *measured)
+                with (self.node(client) / FILE).open("a") as file:
+                    file.write(settings)
+                if model is not None:
+                    self.approve_model(client, model)
+                self.admit(client)
+            for client in range(num_nodes):
+                self.start_node(client)
+            self.wait_for_nodes(num_nodes)
+            unless_all_answer.pop_all()
 
     def node(self, client: int) -> Path:
         """A node's folder."""

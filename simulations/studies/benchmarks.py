@@ -35,16 +35,17 @@ def main() -> None:
     """Run benchmarks, or make the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("run", "tables"))
-    parser.add_argument("benchmark", nargs="?", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark")
+    parser.add_argument("benchmark", nargs=argparse.REMAINDER, metavar="NAME [ARGUMENTS ...]", help=", ".join(NAMES))
     parser.add_argument("--lines", type=Path, default=Path("results/benchmarks.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("results/benchmarks.md"))
     arguments = parser.parse_args()
     if arguments.step == "tables":
         write_page(arguments.page, newest(lines(arguments.lines)))
         return
-    for name in [arguments.benchmark] if arguments.benchmark else NAMES:
-        append(arguments.lines, measured(name, arguments.arguments))
+    if arguments.benchmark and arguments.benchmark[0] not in NAMES:
+        parser.error(f"{arguments.benchmark[0]}: must be a benchmark; --lines and --page stand before `run`")
+    for name, *given in [arguments.benchmark] if arguments.benchmark else [[name] for name in NAMES]:
+        append(arguments.lines, measured(name, given))
 
 
 def measured(name: str, arguments: Sequence[str]) -> dict[str, Any]:

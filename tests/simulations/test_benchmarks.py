@@ -153,6 +153,15 @@ def test_a_benchmark_leaves_a_line_and_the_page_shows_it(tmp_path, monkeypatch, 
     assert f", {made['date']}. Each line of benchmarks.jsonl has its commit." in " ".join(text.split())
 
 
+@pytest.mark.parametrize("asked", [["--lines", "mine.jsonl", "dp_step"], ["dp-step"]])
+def test_another_benchmark_than_was_asked_for_never_runs(asked, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "run", *asked])
+    monkeypatch.setattr(benchmarks, "measured", pytest.fail)
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.main()
+    assert f"{asked[0]}: must be a benchmark" in capsys.readouterr().err
+
+
 def test_the_newest_line_of_each_command_counts_and_the_others_are_named(tmp_path):
     unjudged = {"claim": "a small one over other", "ratio": 1.6, "target": 1.1, "met": None}
     older, newer = (line("dp_step", CLAIM | {"ratio": ratio}, unjudged) for ratio in (2.0, 1.2345))
