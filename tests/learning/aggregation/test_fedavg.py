@@ -21,28 +21,18 @@ def test_weights_sum_to_one_and_follow_the_sizes(sizes):
     assert all(weights[client] == sizes[client] / total for client in sizes)
 
 
-def test_one_client_is_the_identity():
-    assert all(torch.equal(weighted_average([adapter(0)], [1.0])[name], adapter(0)[name]) for name in "AB")
-
-
-def test_equal_adapters_are_a_fixed_point():
-    average = weighted_average([adapter(0)] * 3, [0.5, 0.25, 0.25])
-    assert all(torch.equal(average[name], adapter(0)[name]) for name in "AB")
-
-
-def test_order_of_clients_does_not_matter():
-    parts, weights = [adapter(seed) for seed in range(3)], [0.5, 0.3, 0.2]
-    forward, backward = weighted_average(parts, weights), weighted_average(parts[::-1], weights[::-1])
-    assert all(torch.equal(forward[name], backward[name]) for name in "AB")
-
-
-def test_equals_a_plain_sum_in_double_precision():
-    parts, weights = [adapter(seed) for seed in range(4)], [0.1, 0.2, 0.3, 0.4]
-    average = weighted_average(parts, weights)
-    for name in "AB":
-        expected = sum(w * part[name].double() for w, part in zip(weights, parts, strict=True))
-        assert torch.equal(average[name], expected.float())
-        assert average[name].dtype == torch.float32
+def test_it_is_the_plain_sum_in_double_precision_whatever_the_order_of_clients_and_names():
+    parts, weights = [adapter(seed) for seed in range(4)], [0.125, 0.25, 0.125, 0.5]  # exact in float64
+    turned = [parts[0], *({name: part[name] for name in "BA"} for part in parts[1:])]
+    for average in (
+        weighted_average(parts, weights),
+        weighted_average(parts[::-1], weights[::-1]),
+        weighted_average(turned, weights),
+    ):
+        for name in "AB":
+            expected = sum(w * part[name].double() for w, part in zip(weights, parts, strict=True))
+            assert torch.equal(average[name], expected.float())
+            assert average[name].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -77,21 +67,3 @@ def test_inputs_are_unchanged_and_the_result_is_a_copy():
     average = weighted_average(parts, [1.0, 0.0])
     average["A"].zero_()
     assert all(torch.equal(part[name], adapter(seed)[name]) for seed, part in enumerate(parts) for name in "AB")
-
-
-def test_average_lies_between_the_smallest_and_the_largest():
-    parts = [adapter(seed) for seed in range(3)]
-    average = weighted_average(parts, [0.2, 0.3, 0.5])
-    for name in "AB":
-        stacked = torch.stack([part[name] for part in parts])
-        assert (average[name] <= stacked.amax(0)).all()
-        assert (average[name] >= stacked.amin(0)).all()
-
-
-def test_order_of_names_does_not_matter():
-    turned = {name: adapter(1)[name] for name in "BA"}
-    one, other = (
-        weighted_average([adapter(0), turned], [0.5, 0.5]),
-        weighted_average([adapter(0), adapter(1)], [0.5, 0.5]),
-    )
-    assert all(torch.equal(one[name], other[name]) for name in "AB")

@@ -13,9 +13,8 @@ WEIGHT, BIAS, B = "classifier.weight", "classifier.bias", "layer.lora_B.weight"
 
 
 def model(classes=3, width=5, *, bias=True):
-    adapter = {WEIGHT: torch.zeros(classes, width), B: torch.ones(2, 2)} | (
-        {BIAS: torch.zeros(classes)} if bias else {}
-    )
+    adapter = {WEIGHT: torch.zeros(classes, width), B: torch.ones(2, 2)}
+    adapter |= {BIAS: torch.zeros(classes)} if bias else {}
     return GlobalModel(initial=adapter, adapter=adapter)
 
 
@@ -43,13 +42,7 @@ def test_without_noise_the_head_is_the_class_means_less_their_mean_and_its_rows_
     assert torch.equal(head[B], torch.ones(2, 2))
 
 
-def test_it_classifies_as_the_nearest_direction_would():
-    features, labels = records()
-    head = started(model(), uploads(features, labels, 3), noise=0.0).adapter
-    assert ((features @ head[WEIGHT].T).argmax(dim=1) == labels).double().mean() > 0.75
-
-
-@pytest.mark.parametrize("noise", [1e-4, 1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("noise", [1e-4, 1e-2, 0.1])
 def test_each_weight_starts_with_noise_of_a_quarter_at_most(noise):
     """Of even classes whose counts are known; a mean less the mean of all has less noise than a mean."""
     generator = torch.Generator().manual_seed(1)
