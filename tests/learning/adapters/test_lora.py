@@ -5,34 +5,16 @@ import warnings
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    DistilBertConfig,
-    DistilBertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    RobertaConfig,
-    RobertaModel,
-)
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, load_base, pooling, read, save, write
-from fedpriv.learning.adapters._base_models import freeze, resolve
-from tests.tiny import BATCH, move
-
-
-def small(kind):
-    sizes = {"vocab_size": 40, "pad_token_id": 0}
-    if kind == "roberta":
-        config = RobertaConfig(
-            **sizes, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-            max_position_embeddings=40, type_vocab_size=1,
-        )  # fmt: skip
-        return RobertaModel(config)
-    return DistilBertModel(DistilBertConfig(**sizes, dim=32, n_layers=2, n_heads=2, hidden_dim=48))
+from fedpriv.learning.adapters._base_models import resolve
+from tests import architectures
+from tests.architectures import random_model
+from tests.tiny import BATCH, move, tiny_causal
 
 
 @pytest.fixture(params=["bert", "roberta", "distilbert"])
@@ -40,11 +22,7 @@ def encoder_folder(request, tiny_bert, tmp_path):
     """Encoders without a head, as pretrained ones come."""
     if request.param == "bert":
         return tiny_bert
-    torch.manual_seed(0)
-    small(request.param).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((tiny_bert / name).read_bytes())
-    return tmp_path
+    return architectures.save(random_model(request.param).base_model, tmp_path / "base", tokenizer_of=tiny_bert)
 
 
 def test_plain_peft_loads_every_tensor_and_fedpriv_restores_the_function(encoder_folder, tmp_path):
@@ -65,8 +43,9 @@ def test_plain_peft_loads_every_tensor_and_fedpriv_restores_the_function(encoder
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing.*")
         plain = PeftModel.from_pretrained(plain_base, directory)
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in read_frozen(plain).items())
-    assert read_frozen(plain).keys() == saved.keys()
+    loaded = get_peft_model_state_dict(plain)
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
 
     fresh = AutoModelForSequenceClassification.from_pretrained(encoder_folder, num_labels=3)
     for reloaded in (
@@ -75,13 +54,6 @@ def test_plain_peft_loads_every_tensor_and_fedpriv_restores_the_function(encoder
         fedpriv.learning.adapters.load(load_base(str(encoder_folder), task="SEQ_CLS", num_labels=3, seed=9), directory),
     ):
         assert torch.equal(reloaded(**BATCH).logits, expected)
-
-
-def read_frozen(model):
-    """The adapter of a model that peft loaded for inference, where nothing is trainable."""
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(model)
 
 
 def test_encoders_are_pooled_by_the_mean_of_real_tokens(encoder_folder):
@@ -131,12 +103,11 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(base, tmp_path):
 
 
 def test_gpt2_needs_and_gets_fan_in_fan_out(tmp_path):
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=2, n_positions=32))
-    model.save_pretrained(tmp_path / "gpt2")
+    base = tiny_causal("gpt2")
+    base.model.save_pretrained(tmp_path / "gpt2")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*fan_in_fan_out.*")
-        adapted = move(attach(freeze("gpt2", model, None, task="CAUSAL_LM"), LoraSettings(rank=2, task="CAUSAL_LM")))
+        adapted = move(attach(base, LoraSettings(rank=2, task="CAUSAL_LM")))
     assert adapted.peft_config["default"].fan_in_fan_out
     adapted.save_pretrained(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")
@@ -146,12 +117,13 @@ def test_gpt2_needs_and_gets_fan_in_fan_out(tmp_path):
 
 def test_new_adapter_leaves_the_function_unchanged_and_follows_its_seed(tiny_bert):
     def build(seed):
-        return attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, seed=seed), LoraSettings(), seed=seed)
+        base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, seed=seed)
+        before = base.model(**BATCH).logits
+        model = attach(base, LoraSettings(), seed=seed)
+        assert torch.equal(model(**BATCH).logits, before)
+        return read(model)
 
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, seed=1)
-    before = base.model(**BATCH).logits
-    assert torch.equal(attach(base, LoraSettings(), seed=1)(**BATCH).logits, before)
-    one, same, other = read(build(1)), read(build(1)), read(build(2))
+    one, same, other = map(build, (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
@@ -168,16 +140,27 @@ def test_write_sets_what_read_gives_and_refuses_another_shape(base):
         write(model, {"other": adapter[name]})
 
 
-def test_layers_choose_where_the_adapter_sits(base, tiny_bert):
+def test_layers_choose_where_the_adapter_sits(base):
     names = read(attach(base, LoraSettings(layers="last-1")))
     assert all(".layer.1." in name for name in names if "lora" in name)
-    with pytest.raises(InputError, match="layers = '5': the model has 2 layers"):
-        attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(layers="5"))
 
 
-def test_unknown_target_names_the_linear_layers_there_are(base):
-    with pytest.raises(InputError, match=r"target_modules = q_proj: .* key, query, value"):
-        attach(base, LoraSettings(target_modules=("q_proj",)))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": "5"}, "layers = '5': the model has 2 layers"),
+        ({"target_modules": ("q_proj",)}, "target_modules = q_proj: .* key, query, value"),
+        ({"rank": 65, "orthonormal": True}, "rank = 65: .*lora_A.* has 64 inputs"),
+        (
+            {"trains": "lora-r", "target_modules": ("query", "word_embeddings")},
+            "target_modules: .*word_embeddings is no linear layer",
+        ),
+    ],
+    ids=["layers", "targets", "orthonormal rows", "an embedding"],
+)
+def test_what_the_model_has_not_is_refused_by_name(base, settings, message):
+    with pytest.raises(InputError, match=message):
+        attach(base, LoraSettings(**settings))
 
 
 def test_a_local_folder_comes_before_the_bundled_encoder(tmp_path, monkeypatch, tiny_bert):
@@ -190,22 +173,16 @@ def test_a_local_folder_comes_before_the_bundled_encoder(tmp_path, monkeypatch, 
     assert resolve("all-MiniLM-L6-v2") == str(tiny_bert)
 
 
-def test_folder_without_weights_is_refused(tmp_path, tiny_bert):
+def test_a_name_without_a_model_is_refused_in_one_line(tmp_path, tiny_bert):
     (tmp_path / "config.json").write_bytes((tiny_bert / "config.json").read_bytes())
     with pytest.raises(InputError, match="no weights"):
         resolve(str(tmp_path))
     (tmp_path / "config.json").unlink()
     with pytest.raises(InputError, match=r"no config\.json"):
         resolve(str(tmp_path))
-
-
-def test_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path):
-    for name in (str(tmp_path / "none"), "./none"):
+    for name in (str(tmp_path / "none"), "./none"):  # no name on the Hub
         with pytest.raises(InputError, match="no such folder"):
             resolve(name)
-
-
-def test_unknown_model_is_one_line(tmp_path):
     with pytest.raises(InputError, match="model = 'nobody/nothing': cannot be loaded") as caught:
         load_base("nobody/nothing", task="SEQ_CLS", num_labels=2)
     assert "\n" not in str(caught.value)
@@ -226,9 +203,10 @@ def test_adapter_of_another_origin_or_version_is_refused(tiny_bert, tmp_path):
 
 
 def test_an_orthonormal_a_spans_what_pefts_random_one_does(tiny_bert):
-    (plain, turned) = (
-        read(attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(rank=4, orthonormal=each)))
-        for each in (False, True)
+    bases = (load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3) for _ in range(2))
+    plain, turned = (
+        read(attach(base, LoraSettings(rank=4, orthonormal=each)))
+        for base, each in zip(bases, (False, True), strict=True)
     )
     names = [name for name in plain if ".lora_A." in name]
     assert names
@@ -237,8 +215,3 @@ def test_an_orthonormal_a_spans_what_pefts_random_one_does(tiny_bert):
         torch.testing.assert_close(rows @ rows.T, torch.eye(4), atol=1e-6, rtol=0)
         torch.testing.assert_close(plain[name] @ rows.T @ rows, plain[name], atol=1e-6, rtol=0)
     assert all(torch.equal(plain[name], turned[name]) for name in plain if name not in names)
-
-
-def test_more_orthonormal_rows_than_inputs_are_refused(base):
-    with pytest.raises(InputError, match=r"rank = 65: .*lora_A.* has 64 inputs"):
-        attach(base, LoraSettings(rank=65, orthonormal=True))
