@@ -14,12 +14,7 @@ from fedpriv.learning.data.records import Choices
 from fedpriv.learning.data.text import unpacked_choices
 from fedpriv.learning.training import answers as decoding
 from fedpriv.learning.training.answers import greedy_answers, with_adapter
-from fedpriv.learning.training.evaluation import (
-    _log_likelihoods,
-    evaluate,
-    prompt_and_response,
-    text_of,
-)
+from fedpriv.learning.training.evaluation import _log_likelihoods, evaluate, prompt_and_response, text_of
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.private_evaluation import count
 from fedpriv.learning.training.workbench import workbench
@@ -51,31 +46,24 @@ def test_each_answer_is_what_generate_gives_alone(model):
     assert found == expected
 
 
-def test_answers_do_not_depend_on_the_passes(model, monkeypatch):
-    prompts = [tuple(prompt) for prompt in random_prompts(9, seed=1)]
-    together = greedy_answers(model, prompts, max_new_tokens=5, ends=[END])
-    monkeypatch.setattr(decoding, "TOKENS_OF_A_PASS", 40)
-    told: list[int] = []
-    assert greedy_answers(model, prompts, max_new_tokens=5, ends=[END], on_answered=told.append) == together
-    assert len(told) > 2
-    assert told[-1] == 9
+def test_answers_do_not_depend_on_the_passes_whose_prompts_and_answers_are_bounded(model, monkeypatch):
+    passes, told, read = [], [], decoding.read
+    monkeypatch.setattr(decoding, "read", lambda model, prompts: (passes.append(prompts), read(model, prompts))[1])
+    prompts = [tuple(prompt) for prompt in random_prompts(9, seed=1, shortest=3)] + [(9,) * 60]
+    together = greedy_answers(model, prompts, max_new_tokens=2, ends=[END])
+    monkeypatch.setattr(decoding, "TOKENS_OF_A_PASS", 60)
+    passes.clear()
+    assert greedy_answers(model, prompts, max_new_tokens=2, ends=[END], on_answered=told.append) == together
+    assert (told[-1], len(told)) == (len(prompts), len(passes))
+    assert sorted(prompt for together in passes for prompt in together) == sorted(prompts)
+    assert all(len(together) * (max(map(len, together)) + 2) <= 60 or len(together) == 1 for together in passes)
+    assert max(map(len, passes)) > 2
 
 
 def test_an_answer_ends_where_the_model_has_no_positions_left(model):
     prompts = [tuple(range(4, 59)), (7, 8), tuple([9] * 64)]
     found = greedy_answers(model, prompts, max_new_tokens=20, ends=[])
     assert [len(answer) for answer in found] == [9, 20, 0]
-
-
-def test_a_pass_of_prompts_and_their_answers_is_bounded(model, monkeypatch):
-    passes, read = [], decoding.read
-    monkeypatch.setattr(decoding, "read", lambda model, prompts: (passes.append(prompts), read(model, prompts))[1])
-    monkeypatch.setattr(decoding, "TOKENS_OF_A_PASS", 60)
-    prompts = [tuple([9] * num) for num in (40, 3, 8, 4, 60, 5)]
-    greedy_answers(model, prompts, max_new_tokens=2, ends=[])
-    assert sorted(prompt for together in passes for prompt in together) == sorted(prompts)
-    assert all(len(together) * (max(map(len, together)) + 2) <= 60 or len(together) == 1 for together in passes)
-    assert max(map(len, passes)) > 2
 
 
 def test_the_last_response_is_what_is_to_be_answered():
@@ -101,10 +89,6 @@ def test_another_adapter_is_set_and_the_model_is_as_before_afterwards(model):
 
 # Of one token and of several, one of them the beginning of another.
 ANSWERS = {"w7": [7, END], "w7 w8 w9": [7, 8, 9, END], "w20 w21": [20, 21, END], "w30": [30, END]}
-
-
-def records_with(responses: list[list[int]], *, seed: int = 0):
-    return records_of(list(zip(random_prompts(len(responses), seed=seed), responses, strict=True)))
 
 
 def choices(prompts, answers, truth=None, *, by_length=False) -> Choices:
@@ -154,41 +138,24 @@ def test_accuracy_is_that_of_brute_force(model, by_length):
     assert sum(found.confusion[i][i] for i in range(4)) == 40 * found.accuracy
 
 
-def test_records_with_another_response_do_not_count(model):
+def test_records_with_another_response_do_not_count_and_equal_choices_are_found_by_none(model):
     found = judged(model, random_prompts(4), list(ANSWERS.values()), [1, -1, -1, 0])
     assert sum(map(sum, found.confusion)) == 2
-
-
-def test_a_choice_that_equals_another_is_found_by_none(model):
-    """As when both are cut to the same tokens: the first place would be a hit for nothing."""
-    found = judged(model, random_prompts(6), [[7, END], [7, END]], [0] * 6, by_length=True)
-    assert found.accuracy == 0
+    # As when both are cut to the same tokens: the first place would be a hit for nothing.
+    assert judged(model, random_prompts(6), [[7, END], [7, END]], [0] * 6, by_length=True).accuracy == 0
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     """A run of records with two to five choices, one of which is too long."""
     folder, texts = chat_model(tmp_path_factory.mktemp("chat")), ["a rash", "a cough", "pain " * 30, "flu", "no"]
-    rows = [
-        {
-            "q": f"What is flu {i}?",
-            "c": [*texts[i % 3 :], *texts[: i % 3]][: 2 + i % 4],
-            "a": i % (2 + i % 4),
-            "s": i % 2,
-        }
-        for i in range(24)
-    ]
+    choices = [[*texts[i % 3 :], *texts[: i % 3]][: 2 + i % 4] for i in range(24)]
+    rows = [{"q": f"What is flu {i}?", "c": own, "a": i % len(own), "s": i % 2} for i, own in enumerate(choices)]
     data = folder / "r.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
-        "data": str(data),
-        "prompt_column": "q",
-        "response_column": "a",
-        "choice_columns": ["c"],
-        "max_length": 60,
-    }
-    values |= {"client_column": "s", "simulate": True, "batch_size": 2, "max_choices": 5, "model": str(folder)}
-    return workbench(parse({**values, "base_dtype": "float32", "layers": "all", "test_fraction": 0.5}))
+    keys = {"data": str(data), "prompt_column": "q", "response_column": "a", "choice_columns": ["c"], "max_choices": 5}
+    keys |= {"client_column": "s", "simulate": True, "batch_size": 2, "max_length": 60, "model": str(folder)}
+    return workbench(parse({**keys, "base_dtype": "float32", "layers": "all", "test_fraction": 0.5}))
 
 
 def test_a_run_scores_each_choice_as_a_response_of_its_own_to_the_whole_chat(bench):
@@ -198,9 +165,8 @@ def test_a_run_scores_each_choice_as_a_response_of_its_own_to_the_whole_chat(ben
     hits = []
     for text, pair in zip(bench.data.test.texts, bench.data.test.pairs, strict=True):
         right, texts = unpacked_choices(pair)
-        asked = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
+        chat = [{"role": "user", "content": text}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         before = tokenizer(asked, add_special_tokens=False)["input_ids"]
         scores = []
         for choice in texts:
@@ -229,4 +195,4 @@ def test_training_learns_the_right_choice_alone(bench):
     found = bench.client(0)
     assert found.choices is None
     responses = [text_of(bench.base.tokenizer, prompt_and_response(item)[1]) for item in found.items()]
-    assert responses == [unpacked_choices(pair)[1][unpacked_choices(pair)[0]] for pair in bench.data.clients[0].pairs]
+    assert responses == [texts[right] for right, texts in map(unpacked_choices, bench.data.clients[0].pairs)]

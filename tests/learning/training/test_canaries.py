@@ -16,6 +16,11 @@ from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.studies.audit import harness
 
 
+def client_of(records, plan, *, vocabulary=60, coins=2):
+    sources = {"canary_source": SeededSource(1), "coins": SeededSource(coins)}
+    return audited_client(records, plan, num_labels=3, vocabulary=vocabulary, **sources)
+
+
 def test_coins_are_fair():
     included = canaries.inclusions(4000, SeededSource(1))
     assert stats.binomtest(int(included.sum()), 4000).pvalue > 1e-4
@@ -33,25 +38,16 @@ def test_directions_are_unit_vectors_and_orthogonal_where_promised():
     assert torch.allclose(dense.abs(), torch.tensor(0.125))
     random = harness._random_directions(50, 30, SeededSource(1))
     torch.testing.assert_close(random.norm(dim=1), torch.ones(50))
-
-
-@pytest.mark.parametrize(("num", "dimension"), [(3, 12), (17, 16), (0, 16)])
-def test_dense_directions_refuse_what_has_no_hadamard_matrix(num, dimension):
-    with pytest.raises(InputError):
-        harness.dense_directions(num, dimension, SeededSource(1))
+    for num, dimension in ((3, 12), (17, 16), (0, 16)):  # of which there is no Hadamard matrix
+        with pytest.raises(InputError):
+            harness.dense_directions(num, dimension, SeededSource(1))
 
 
 @pytest.mark.parametrize("kind", ["tokens", "mislabelled"])
 def test_a_client_with_canaries_registers_one_number_whatever_the_coins_show(make_records, kind):
     records = make_records(40)
     plan = CanaryPlan(kind=kind, num=10, num_tokens=6)
-
-    def client(coins: int):
-        return audited_client(
-            records, plan, num_labels=3, vocabulary=60, canary_source=SeededSource(1), coins=SeededSource(coins)
-        )
-
-    made = [client(coins) for coins in range(5)]
+    made = [client_of(records, plan, coins=coins) for coins in range(5)]
     own = 40 if kind == "tokens" else 30
     assert {one.num_registered for one in made} == {own + 10}
     assert len({len(one.records) for one in made}) > 1
@@ -76,14 +72,7 @@ def test_canaries_refuse_what_cannot_be(make_records):
         with pytest.raises(InputError, match=next(iter(bad))):
             CanaryPlan(**bad)
     with pytest.raises(InputError, match="mislabel"):
-        audited_client(
-            make_records(5),
-            CanaryPlan(kind="mislabelled", num=5),
-            num_labels=3,
-            vocabulary=60,
-            canary_source=SeededSource(1),
-            coins=SeededSource(2),
-        )
+        client_of(make_records(5), CanaryPlan(kind="mislabelled", num=5))
     with pytest.raises(InputError, match="2 coins for 3"):
         canaries.inserted(make_records(4), make_records(3), np.array([True, False]))
 
@@ -100,10 +89,7 @@ def test_losses_of_records_are_those_of_each_alone(encoder, make_records):
 def test_the_scores_of_a_run_find_its_canaries(encoder, make_records):
     """A final model that was moved along the included canaries' gradients is told from one that was not."""
     model = TrainingModel(encoder(), memory_limit=2**30)
-    plan = CanaryPlan(num=60, num_tokens=8)
-    client = audited_client(
-        make_records(20), plan, num_labels=3, vocabulary=15, canary_source=SeededSource(1), coins=SeededSource(2)
-    )
+    client = client_of(make_records(20), CanaryPlan(num=60, num_tokens=8), vocabulary=15)
     initial = read(model.peft_model)
     chosen = client.canaries.part(np.flatnonzero(client.included).tolist())
     optimizer = torch.optim.Adam(model.parameters.values(), lr=0.05)

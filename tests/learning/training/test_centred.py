@@ -91,13 +91,6 @@ def test_a_step_is_that_of_centred_features_record_by_record(model, names, make_
         assert torch.equal(found[name], task.adapter[name])
 
 
-def test_rows_whose_mean_is_zero_are_not_centred(model, names, make_records):
-    adapter = with_mean(read(model.peft_model), names[0], 0.0)
-    centred, plain = (local_update(model, make_task(adapter, make_records(20), centred=c)) for c in (True, False))
-    for name, tensor in plain.adapter.items():
-        torch.testing.assert_close(centred.adapter[name], tensor, atol=1e-6, rtol=0)
-
-
 def test_each_stacked_client_has_a_centre_of_its_own(model, names, make_records):
     adapters = [with_mean(read(model.peft_model), names[0], mean) for mean in (0.0, 0.5, -2.0)]
     tasks = [make_task(adapter, make_records(20)) for adapter in adapters]
@@ -106,7 +99,7 @@ def test_each_stacked_client_has_a_centre_of_its_own(model, names, make_records)
             torch.testing.assert_close(update.adapter[name], tensor, atol=1e-6, rtol=0)
 
 
-NUM_UPDATES = 1000
+NUM_UPDATES = 600  # as many as a wrong scale of 2/3 or 3/2 needs to be refused in every value
 
 
 def test_noise_reaches_every_centred_value_at_its_scale(model, names, make_records):
@@ -153,15 +146,10 @@ def test_a_head_without_a_bias_has_no_centre():
     assert shifted(head, torch.ones(4)) == head
 
 
-@pytest.mark.parametrize("changes", [{"trains": "all"}, {"objective": "class-sums"}], ids=str)
-def test_only_steps_of_the_head_alone_are_centred(model, changes):
-    ((name, value),) = changes.items()
-    shown = value if name == "trains" else "head and class-sums"
-    with pytest.raises(ValueError, match=f"centred = true: needs trains = head .* not {shown}"):
-        planned_event(dataclasses.replace(SPEC, **changes), 1.0, read(model.peft_model))
-
-
-def test_a_model_whose_head_is_not_read_alone_is_refused(model, make_records):
+def test_only_steps_of_a_head_that_is_read_alone_are_centred(model, make_records):
+    for changes, shown in (({"trains": "all"}, "all"), ({"objective": "class-sums"}, "head and class-sums")):
+        with pytest.raises(ValueError, match=f"centred = true: needs trains = head .* not {shown}"):
+            planned_event(dataclasses.replace(SPEC, **changes), 1.0, read(model.peft_model))
     model.features = None
     with pytest.raises(ValueError, match="centred = true: needs a classifier whose head is one linear layer"):
         local_update(model, make_task(read(model.peft_model), make_records(8)))

@@ -13,29 +13,31 @@ from tests.instructions import random_prompts, records_of
 from tests.tiny import random_records
 
 
-def test_the_confusion_matrix_is_that_of_each_record_alone(encoder):
+def test_accuracy_loss_and_the_confusion_matrix_are_those_of_each_record_alone(encoder):
     model = TrainingModel(encoder(), memory_limit=2**30)
     records = random_records(100, seed=3)
     found = evaluate(model, records)
-    expected = np.zeros((3, 3), dtype=int)
+    expected, losses = np.zeros((3, 3), dtype=int), []
     with torch.no_grad():
         for item in records.items():
             logits, batch = model.logits([item], cached=False)
             expected[int(batch["labels"]), int(logits.argmax())] += 1
+            losses.append(float(torch.nn.functional.cross_entropy(logits, batch["labels"])))
     assert np.array_equal(found.confusion, expected)
     assert not np.array_equal(expected, expected.T), "rows and columns would look the same"
     assert np.trace(expected) / 100 == found.accuracy
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+    with pytest.raises(ValueError, match="at least one record"):
+        evaluate(model, records.part([]))
 
 
-def test_a_causal_model_has_no_confusion_matrix(causal):
-    model = TrainingModel(causal("gpt2"), memory_limit=2**30)
-    assert evaluate(model, random_records(5, classes=0)).confusion is None
-
-
-@pytest.mark.parametrize("num", [1, 64, 131])
-def test_passes_hold_every_record_once(num):
-    items = random_records(num).items()
-    assert sorted(position for positions in passes_by_length(items) for position in positions) == list(range(num))
+@pytest.mark.parametrize(("num", "longest"), [(1, 12), (131, 12), (50, 900)])
+def test_passes_hold_every_record_once_and_are_bounded_in_tokens(num, longest):
+    items = random_records(num, longest=longest, shortest=longest - 10).items()
+    passes = list(passes_by_length(items))
+    assert sorted(position for positions in passes for position in positions) == list(range(num))
+    assert max(map(len, passes)) > 1 or num == 1
+    assert all(len(positions) * max(num_tokens(items[i]) for i in positions) <= 4096 for positions in passes)
 
 
 def test_perplexity_is_that_of_transformers_own_loss_over_all_tokens(causal):
@@ -47,7 +49,9 @@ def test_perplexity_is_that_of_transformers_own_loss_over_all_tokens(causal):
             loss = model.peft_model(input_ids=tokens[None], labels=tokens[None]).loss
         total += float(loss) * (len(tokens) - 1)
         count += len(tokens) - 1
-    assert evaluate(model, records).perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+    found = evaluate(model, records)
+    assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+    assert found.confusion is None
 
 
 def test_perplexity_of_responses_is_that_of_transformers_with_masked_prompts(causal):
@@ -63,19 +67,8 @@ def test_perplexity_of_responses_is_that_of_transformers_with_masked_prompts(cau
     assert (found.counts[-1], found.sums[-1]) == (0, 0.0), "a response that is cut away counts for nothing"
 
 
-def test_a_pass_is_bounded_in_tokens():
-    items = random_records(50, longest=900, shortest=800).items()
-    passes = list(passes_by_length(items))
-    assert max(map(len, passes)) > 1
-    assert all(len(positions) * max(num_tokens(items[i]) for i in positions) <= 4096 for positions in passes)
-
-
-def test_every_token_counts_the_same():
+def test_every_token_counts_the_same_and_without_any_there_is_no_perplexity():
     losses = TokenLosses(sums=np.array([8 * math.log(2), math.log(16)]), counts=np.array([8, 1]))
     assert losses.perplexity == pytest.approx(2 ** (12 / 9))
-
-
-def test_without_tokens_there_is_no_perplexity():
-    empty = TokenLosses(sums=np.zeros(2), counts=np.zeros(2, dtype=np.int64))
-    assert empty.perplexity is None
+    assert TokenLosses(sums=np.zeros(2), counts=np.zeros(2, dtype=np.int64)).perplexity is None
     assert TokenLosses(sums=np.array([1e6]), counts=np.array([1])).perplexity == math.inf

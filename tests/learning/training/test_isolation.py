@@ -77,22 +77,12 @@ def test_a_failing_record_is_a_zero_gradient_and_the_others_count_as_before(fail
     assert "secret" not in caplog.text
 
 
-def test_a_failing_record_of_one_client_leaves_the_others_of_its_stack_alone(failing_model, make_records):
+def test_failing_records_of_one_client_leave_the_others_of_its_stack_alone(failing_model, make_records):
     one, other = make_records(12, vocabulary=POISON), make_records(12, vocabulary=POISON, seed=1)
-    poisoned = with_tokens(other, 0, [POISON])
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(
-            update(failing_model, one, poisoned), update(failing_model, one, without(other, 0)), strict=True
-        )
-    )
-
-
-def test_records_that_all_fail_leave_the_update_where_it_was(failing_model, make_records):
-    records = Records({"input_ids": (torch.tensor([POISON]),) * 3}, torch.zeros(3, dtype=torch.int64), 0)
-    (found,) = update(failing_model, records)
-    (nobody,) = update(failing_model, make_records(0))
-    assert torch.equal(found, nobody)
+    all_fail = Records({"input_ids": (torch.tensor([POISON]),) * 3}, torch.zeros(3, dtype=torch.int64), 0)
+    for failing, rest in ((with_tokens(other, 0, [POISON]), without(other, 0)), (all_fail, make_records(0))):
+        found, expected = (update(failing_model, one, each) for each in (failing, rest))
+        assert all(map(torch.equal, found, expected))
 
 
 def test_an_unusable_record_is_drawn_and_has_no_gradient(encoder, make_records):
@@ -157,7 +147,7 @@ def test_a_text_on_which_the_tokenizer_fails_is_unusable_and_the_others_are_as_b
 class Numbers:
     """A tokenizer of numbers."""
 
-    pad_token_id = 0
+    pad_token_id = 7
 
     def __call__(self, texts, pairs=None, **_options):
         return {"input_ids": [[int(word) for word in text.split()] for text in texts]}
@@ -183,14 +173,7 @@ def test_every_record_is_cut_to_the_length_and_empty_texts_work(tokenizer, encod
 
 
 def test_a_text_without_any_token_is_one_padding_token():
-    class Wordless:
-        pad_token_id = 7
-
-        def __call__(self, texts, pairs=None, **_options):
-            return {"input_ids": [[] for _ in texts]}
-
-    data = TextData(texts=("",), labels=("",), pairs=None)
-    records = tokenize(data, Wordless(), label_names=(), max_length=4)
+    records = tokenize(TextData(texts=("",), labels=("",), pairs=None), Numbers(), label_names=(), max_length=4)
     assert records.features["input_ids"][0].tolist() == [7]
     assert collate(records.items())["attention_mask"].tolist() == [[1]]
 

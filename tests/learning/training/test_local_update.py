@@ -98,26 +98,22 @@ def test_empty_batches_are_noised_and_charged(model, make_records):
 
 
 def test_noise_comes_from_the_given_source_alone(model, make_records):
-    first = make_task(model, make_records(40), noise_multiplier=1.0)
-    torch.manual_seed(1)
-    one = local_update(model, first).adapter
-    torch.manual_seed(2)
-    same = make_task(model, make_records(40), noise_multiplier=1.0, adapter=first.adapter)
-    two = local_update(model, same).adapter
-    again = make_task(model, make_records(40), noise_multiplier=1.0, adapter=first.adapter)
-    secure = local_update(model, dataclasses.replace(again, noise=SecureSource())).adapter
+    start, found = read(model.peft_model), []
+    for seed, noise in ((1, SeededSource(0, "noise")), (2, SeededSource(0, "noise")), (2, SecureSource())):
+        torch.manual_seed(seed)
+        task = make_task(model, make_records(40), noise_multiplier=1.0, adapter=start)
+        found.append(local_update(model, dataclasses.replace(task, noise=noise)).adapter)
+    one, two, secure = found
     for name in one:
         assert torch.equal(one[name], two[name])
         assert not torch.equal(one[name], secure[name])
 
 
 def test_adamw_keeps_no_state_from_earlier_rounds(model, make_records):
-    task = make_task(model, make_records(40), optimizer="adamw", learning_rate=0.01)
-    first = local_update(model, task).adapter
-    fresh = make_task(model, make_records(40), optimizer="adamw", learning_rate=0.01, adapter=task.adapter)
-    second = local_update(model, fresh).adapter
+    changes = {"optimizer": "adamw", "learning_rate": 0.01, "adapter": read(model.peft_model)}
+    first, second = (local_update(model, make_task(model, make_records(40), **changes)).adapter for _ in range(2))
     for name in first:
-        assert not torch.equal(first[name], task.adapter[name])
+        assert not torch.equal(first[name], changes["adapter"][name])
         assert torch.equal(first[name], second[name])
 
 
