@@ -22,13 +22,13 @@ from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.workbench import load_model
 from fedpriv.privacy.mechanisms.sources import SeededSource
-from tests.architectures import DECODERS, ENCODERS, EVERY_DAY, REPLACED_HEADS, TARGETS, random_base, save
+from tests.architectures import DECODERS, ENCODERS, REPLACED_HEADS, TARGETS, random_base, save
 from tests.learning.training.test_local_update import make_task
 from tests.marks import slow
 from tests.threads import with_threads
 from tests.tiny import move, random_records
 
-WORKERS = (1, 2, 3, 5, 7)
+WORKERS = (1, 3, 2, 5, 7)
 
 
 def training_model(
@@ -93,7 +93,8 @@ def cases() -> list[object]:
         for bfloat16 in (False, True):
             if bfloat16 and kind in ("fnet", "mixtral"):  # compute in no bfloat16
                 continue
-            every_day = (kind in EVERY_DAY and not bfloat16) or kind == "bert"
+            # One with a head, one that attends to what is before, and one whose experts take sizes from the records.
+            every_day = kind == "bert" or (kind in ("llama", "mixtral") and not bfloat16)
             name = f"{kind}{' normalised' if normalize else ''}-{'bfloat16' if bfloat16 else 'float32'}"
             marks = [] if every_day and not normalize else pytest.mark.slow
             found.append(pytest.param(kind, normalize, bfloat16, id=name, marks=marks))
@@ -107,36 +108,31 @@ def assert_same_in_every_order(model: TrainingModel, num_orders: int) -> None:
     (expected,) = gradients(model, [(records, chosen)], cached=False)
     assert expected.abs().sum(dim=1).gt(0).any(), "all gradients vanish, so the test would prove nothing"
     for number in range(num_orders):
-        order = torch.randperm(7, generator=generator)[: 1 + number % 7].tolist()
-        (found,) = gradients(
-            model,
-            [(records, [chosen[place] for place in order])],
-            cached=False,
-            num_workers=WORKERS[number % len(WORKERS)],
-        )
+        order, num_workers = torch.randperm(7, generator=generator)[: 7 - number % 7].tolist(), WORKERS[number % 5]
+        drawn = [chosen[place] for place in order]
+        (found,) = gradients(model, [(records, drawn)], cached=False, num_workers=num_workers)
         assert torch.equal(found, expected[order]), (number, order)
 
 
-@pytest.mark.parametrize("num_orders", [7, *slow(200)])
+@pytest.mark.parametrize("num_orders", [3, *slow(200)])
 @pytest.mark.parametrize(("kind", "normalize", "bfloat16"), cases())
 def test_a_record_has_the_same_bits_in_all_orders_and_subsets(kind, normalize, bfloat16, num_orders):
     assert_same_in_every_order(training_model(kind, normalize=normalize, bfloat16=bfloat16), num_orders)
 
 
-@pytest.mark.parametrize("num_passes", [200, *slow(1000)])
-@pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_passes", [80, *slow(1000)])
+@pytest.mark.parametrize("kind", ["bert", *slow("llama")])
 def test_a_record_has_the_same_bits_in_a_late_pass(kind, num_passes):
     model = training_model(kind)
     records = records_for(model)
     (first,) = gradients(model, [(records, [3])], cached=False)
-    (others,) = gradients(
-        model, [(records, [*range(4, 40), *[index % 40 for index in range(num_passes - 40)], 3])], cached=False
-    )
+    drawn = [*range(4, 40), *[index % 40 for index in range(num_passes - 40)], 3]
+    (others,) = gradients(model, [(records, drawn)], cached=False)
     assert torch.equal(others[-1], first[0])
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("kind", ["bert", "llama", pytest.param("modernbert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_workers", [3, *slow(1)])
+@pytest.mark.parametrize("kind", ["bert", "llama", *slow("modernbert")])
 def test_other_records_and_clients_change_no_bit_through_the_prefix_cache(kind, num_workers):
     model = training_model(kind, layers="last-1")
     assert model.cache is not None
@@ -148,10 +144,10 @@ def test_other_records_and_clients_change_no_bit_through_the_prefix_cache(kind, 
     assert torch.equal(together[1][7], fewer[1][0])
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("rank", [1, *slow(3)])
 def test_no_other_record_changes_a_bit_of_a_gradient_in_r(rank):
     """A product with few outputs may round by a row's place, and R has few."""
-    assert_same_in_every_order(training_model("bert", rank=rank, trains="lora-r"), 5)
+    assert_same_in_every_order(training_model("bert", rank=rank, trains="lora-r"), 3)
 
 
 # ---------------------------------------------------------------- passes and workers
@@ -251,13 +247,10 @@ def unknown_model(monkeypatch, change=None, *, alone: bool = False) -> TrainingM
     return model
 
 
-def test_an_unknown_architecture_that_passes_the_test_is_admitted(monkeypatch):
+def test_an_unknown_architecture_is_admitted_and_one_that_mixes_records_runs_them_one_at_a_time(monkeypatch):
     model = unknown_model(monkeypatch)
     admit(model)
     assert not model.alone
-
-
-def test_an_unknown_architecture_that_mixes_records_runs_them_one_at_a_time(monkeypatch):
     model = unknown_model(monkeypatch, lambda states: states + 0.1 * states.mean(dim=0))
     admit(model)
     assert model.alone
@@ -291,7 +284,7 @@ def test_a_model_that_does_not_run_from_its_middle_trains_without_a_prefix_cache
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_an_architecture_that_remembers_earlier_records_is_refused(monkeypatch, alone):
+def test_an_architecture_that_remembers_earlier_records_or_draws_random_numbers_is_refused(monkeypatch, alone):
     memory = [torch.zeros(())]
 
     def remember(states):
@@ -300,13 +293,8 @@ def test_an_architecture_that_remembers_earlier_records_is_refused(monkeypatch, 
 
     with pytest.raises(InputError, match=r"unheard-of model cannot train here \(a pass changes the next one"):
         admit(unknown_model(monkeypatch, remember, alone=alone))
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_an_architecture_that_draws_random_numbers_is_refused(monkeypatch, alone):
-    drawn = unknown_model(monkeypatch, lambda states: states + 0 * torch.randn(states.shape), alone=alone)
     with pytest.raises(InputError, match=r"unheard-of model cannot train here .*random numbers"):
-        admit(drawn)
+        admit(unknown_model(monkeypatch, lambda states: states + 0 * torch.randn(states.shape), alone=alone))
 
 
 @pytest.mark.parametrize("kept", ["buffer", "attribute", "tensor", "list", "weight"])
@@ -316,17 +304,19 @@ def test_an_architecture_that_changes_itself_is_refused(monkeypatch, kept):
     embeddings.register_buffer("longest", torch.zeros(()))
     embeddings.longest_so_far, embeddings.longest_mask, embeddings.longest_list = 0, None, []
 
+    @torch.no_grad()
     def note(module, _args, states):
-        if kept == "buffer":
-            module.longest.fill_(states.shape[1])
-        elif kept == "attribute":
-            module.longest_so_far = states.shape[1]
-        elif kept == "tensor":
-            module.longest_mask = torch.ones(states.shape[1])
-        elif kept == "list":
-            module.longest_list.append(states.shape[1])
-        else:
-            with torch.no_grad():
+        length = states.shape[1]
+        match kept:
+            case "buffer":
+                module.longest.fill_(length)
+            case "attribute":
+                module.longest_so_far = length
+            case "tensor":
+                module.longest_mask = torch.ones(length)
+            case "list":
+                module.longest_list.append(length)
+            case "weight":
                 module.word_embeddings.weight.mul_(1.0)
 
     embeddings.register_forward_hook(note)
@@ -346,9 +336,9 @@ def test_an_architecture_that_does_not_fit_is_refused_by_name(tmp_path, tiny_ber
     assert "_first_tokens" in caplog.text
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_architectures_that_a_test_could_miss_are_refused_by_name(monkeypatch, kind):
+def test_architectures_that_a_test_could_miss_are_refused_by_name(monkeypatch):
     model = training_model("bert")
-    monkeypatch.setattr(model.peft_model.config, "model_type", kind)
-    with pytest.raises(InputError, match=f"a {kind} model cannot train"):
-        admit(model)
+    for kind in REFUSED:
+        monkeypatch.setattr(model.peft_model.config, "model_type", kind)
+        with pytest.raises(InputError, match=f"a {kind} model cannot train"):
+            admit(model)

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fedpriv.config import RunConfig, parse
+from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, load_base, read, save
 from fedpriv.learning.data.chat import ChatFormat
@@ -28,9 +28,11 @@ from fedpriv.learning.training.workbench import Workbench
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.chats import chat_model
+from tests.marks import slow
 from tests.tiny import move
 
 ANSWERS = ("negative", "positive")
+KEYS = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "max_length": 60}
 LAYER = "base_model.model.model.layers.1.mlp.down_proj"
 
 
@@ -56,10 +58,12 @@ def settings(**changes) -> LoraSettings:
     return LoraSettings(**values | changes)
 
 
-@pytest.fixture
-def few_prompts(monkeypatch):
-    """Of what holds whatever the number of public prompts."""
-    monkeypatch.setattr(public_factors, "_NUM_PROMPTS", 40)
+@pytest.fixture(autouse=True, scope="module")
+def few_prompts():
+    """What is tested holds whatever the number of public prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(public_factors, "_NUM_PROMPTS", 64)
+        yield
 
 
 def attached(base, **changes):
@@ -96,9 +100,8 @@ def test_the_tokens_that_r_moves_are_those_of_the_answers(responses, expected):
 @pytest.mark.parametrize("places", [5, 40])
 def test_the_inverse_root_is_that_of_the_second_moments_with_a_ridge(places):
     """Oracle: an eigendecomposition of the whole matrix, also where there are fewer places than inputs."""
-    states = torch.randn(places, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * torch.arange(
-        1, 13
-    )
+    states = torch.randn(places, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    states *= torch.arange(1, 13)
     second = states.T @ states / places
     values, vectors = torch.linalg.eigh(second + 0.03 * second.diagonal().mean() * torch.eye(12))
     torch.testing.assert_close(_inverse_root(states), (vectors * values.rsqrt()) @ vectors.T)
@@ -123,7 +126,7 @@ def test_a_whitens_what_the_layer_reads_on_public_prompts(answering):
     assert eigenvalues[-1] / eigenvalues[len(eigenvalues) // 2] < 0.2 * before[-1] / before[len(before) // 2]
 
 
-@pytest.mark.parametrize("scaling", [pytest.param(1.0, marks=pytest.mark.slow), 4.0])
+@pytest.mark.parametrize("scaling", [4.0, *slow(1.0)])
 def test_a_unit_of_r_moves_its_own_answer_by_about_one(base, scaling):
     model, _found = attached(base, rank=2, alpha=2 * scaling)
     rows = _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60)
@@ -175,7 +178,6 @@ def test_rounding_on_another_machine_moves_the_factors_as_little(answering, fold
         assert (one - two).norm() < 1e-4 * one.norm()
 
 
-@pytest.mark.usefixtures("few_prompts")
 def test_what_is_saved_is_plain_lora_with_a_rank_of_as_many_as_tokens_decide(base, folder, tmp_path):
     model = move(attached(base)[0])
     ids = torch.tensor([[5, 9, 30, 41]])
@@ -191,21 +193,19 @@ LEADING = {"trains": "lora-b", "layers": "all", "rank": 3}
 
 
 def directions(base, **changes):
-    return attach(
-        base, settings(**LEADING | changes), rows=lambda model: leading_directions(model, base.tokenizer, max_length=60)
-    )
+    def rows(model):
+        return leading_directions(model, base.tokenizer, max_length=60)
+
+    return attach(base, settings(**LEADING | changes), rows=rows)
 
 
 def states_on_random_tokens(base):
     """[places, in] What `LAYER` reads of texts of the test's own, found by a hook."""
-    seen = []
-    hook = base.model.get_submodule(LAYER.removeprefix("base_model.model.")).register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0][:, 4:].flatten(0, 1))
-    )
+    seen, layer = [], base.model.get_submodule(LAYER.removeprefix("base_model.model."))
+    hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][:, 4:].flatten(0, 1)))
+    tokens = torch.randint(0, len(base.tokenizer), (300, 60), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        base.model(
-            input_ids=torch.randint(0, len(base.tokenizer), (300, 60), generator=torch.Generator().manual_seed(5))
-        )
+        base.model(input_ids=tokens)
     hook.remove()
     return torch.cat(seen).double()
 
@@ -249,16 +249,14 @@ def test_layers_that_read_too_little_are_refused_by_name(base, rank, zeros, mess
         directions(base, rank=rank)
 
 
-def test_an_encoder_has_leading_directions_too():
-    base = load_base(RunConfig().model, task="SEQ_CLS", num_labels=2)
-    found = settings(trains="lora-b", task="SEQ_CLS", target_modules=("query",), layers="all", rank=2)
-    model = attach(base, found, rows=lambda model: leading_directions(model, base.tokenizer, max_length=32))
+def test_an_encoder_has_leading_directions_too(tiny_bert):
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=2)
+    model = directions(base, task="SEQ_CLS", target_modules=("query",), rank=2)
     rows = [p for name, p in model.named_parameters() if "lora_A" in name]
     assert len(rows) == base.model.config.num_hidden_layers
     assert all(float(row.norm()) > 0 for row in rows)
 
 
-@pytest.mark.usefixtures("few_prompts")
 def test_a_layer_that_moves_no_answer_is_refused_by_name(base, monkeypatch):
     monkeypatch.setattr(public_factors, "_NUM_SLOPES", 2)
     with torch.no_grad():
@@ -286,11 +284,17 @@ def table(num: int) -> str:
 
 def test_a_user_who_names_answers_and_columns_gets_a_model_that_answers(folder, tmp_path):
     """Beside the commoner answer, and the model before."""
-    (tmp_path / "texts.csv").write_text(table(450))
-    keys = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "model": str(folder)}
-    keys |= {"data": str(tmp_path / "texts.csv"), "public_data": True, "max_length": 60, "seed": 0, "delta": 1e-3}
-    keys |= {"num_clients": 3, "partition": "iid", "target_epsilon": 8, "generated_answers": 0, "comparison": False}
-    keys |= {"memory_limit_mb": 8, "evaluate_every": 10}
+    (tmp_path / "texts.csv").write_text(table(300))
+    keys = KEYS | {"model": str(folder), "data": str(tmp_path / "texts.csv"), "public_data": True, "delta": 1e-3}
+    keys |= {
+        "seed": 0,
+        "num_clients": 3,
+        "partition": "iid",
+        "target_epsilon": 8,
+        "generated_answers": 0,
+        "comparison": False,
+    }
+    keys |= {"memory_limit_mb": 8, "evaluate_every": 10, "rounds": 12}
     config = parse(keys)
     assert config.prompt_template == "{}\n\nAnswer with one of: negative, positive."
     assert (config.aggregation, config.factors, config.learning_rate) == ("fed-sb", "answers", "auto")
@@ -299,46 +303,37 @@ def test_a_user_who_names_answers_and_columns_gets_a_model_that_answers(folder, 
     assert summary["accuracy"] > max(summary["majority_accuracy"], summary["accuracy_initial"]) + 0.2
 
 
-@pytest.mark.usefixtures("few_prompts")
 def test_the_base_may_be_in_4_bits(folder, tmp_path):
     pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
     (tmp_path / "texts.csv").write_text(table(20))
     wide = Path(shutil.copytree(folder, tmp_path / "wide"))
     shape = AutoConfig.from_pretrained(folder, hidden_size=64, intermediate_size=128)
     AutoModelForCausalLM.from_config(shape).save_pretrained(wide)
-    keys = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "model": str(wide)}
-    keys |= {"data": str(tmp_path / "texts.csv"), "simulate": True, "num_clients": 1, "max_length": 60}
+    keys = KEYS | {"model": str(wide), "data": str(tmp_path / "texts.csv"), "simulate": True, "num_clients": 1}
     factors = [Workbench(parse(keys | {"base_dtype": each})).model._frozen_factors for each in ("nf4", "float32")]
     assert all(tensor.isfinite().all() for tensor in factors[0].values())
     assert [tensor.shape for tensor in factors[0].values()] == [tensor.shape for tensor in factors[1].values()]
 
 
-@pytest.mark.usefixtures("few_prompts")
 def test_the_start_is_a_function_of_public_keys_alone(folder, tmp_path):
     """Attack: what is sent before any charge must not tell whose records a node holds."""
     starts = []
     for number, kind in enumerate(("flu", "a rash")):
         path = tmp_path / f"{number}.csv"
         path.write_text(f"text,label\n{kind},negative\n{kind} today,positive\n")
-        keys = {"prompt_column": "text", "response_column": "label", "answers": list(ANSWERS), "model": str(folder)}
-        bench = Workbench(parse({**keys, "data": str(path), "simulate": True, "num_clients": 1, "max_length": 60}))
+        bench = Workbench(parse(KEYS | {"model": str(folder), "data": str(path), "simulate": True, "num_clients": 1}))
         starts.append({**bench.initial, **dict(bench.model._frozen_factors), **read(bench.model.peft_model)})
     assert all(torch.equal(tensor, starts[1][name]) for name, tensor in starts[0].items())
 
 
-@pytest.mark.parametrize("shape", [(40, 9), (9, 40), (20, 20)])
-def test_principal_directions_are_the_singular_vectors(shape):
+@pytest.mark.parametrize("shape", [(40, 9), (9, 40)])
+def test_principal_directions_are_the_singular_vectors_and_as_many_as_asked(shape):
     states = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     states[1:] *= torch.linspace(0.1, 3, shape[1])
     values, directions = public_factors._principal(states, 4)
     _, singular, right = torch.linalg.svd(states, full_matrices=False)
     torch.testing.assert_close(values, singular[:4] ** 2 / shape[0])
     torch.testing.assert_close((directions * right[:4]).sum(1).abs(), torch.ones(4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("shape", [(40, 9), (9, 40)])
-def test_states_of_few_directions_still_give_as_many_as_asked(shape):
-    states = torch.randn((shape[0], 2), dtype=torch.float64) @ torch.randn((2, shape[1]), dtype=torch.float64)
-    values, directions = public_factors._principal(states, 4)
+    values, directions = public_factors._principal(states[:, :2] @ states[:2], 4)  # of two directions alone
     assert values[2:].abs().max() < 1e-12 * values[0]
     torch.testing.assert_close(directions @ directions.T, torch.eye(4, dtype=torch.float64))
