@@ -99,7 +99,7 @@ def test_each_stacked_client_has_a_centre_of_its_own(model, names, make_records)
             torch.testing.assert_close(update.adapter[name], tensor, atol=1e-6, rtol=0)
 
 
-NUM_UPDATES = 600  # as many as a wrong scale of 2/3 or 3/2 needs to be refused in every value
+NUM_UPDATES = 400  # as many as a wrong scale of 2/3 or 3/2 needs to be refused in every value
 
 
 def test_noise_reaches_every_centred_value_at_its_scale(model, names, make_records):

@@ -9,14 +9,8 @@ from torch.nn import functional as F
 from fedpriv.learning.adapters import LoraSettings, attach
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.data.records import Records, collate
-from fedpriv.learning.training._passes import (
-    IGNORED,
-    Footprint,
-    next_token_targets,
-    places_of,
-    predictions,
-    sliced_predictions,
-)
+from fedpriv.learning.training import _passes
+from fedpriv.learning.training._passes import IGNORED, Footprint, places_of, predictions, sliced_predictions
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import per_sample_gradients
 from tests.architectures import random_base
@@ -51,13 +45,8 @@ def looped(model: TrainingModel, records: Records) -> tuple[list[float], dict[st
             losses.append(loss.item())
         else:
             losses.append(0.0)
-        rows.append(
-            {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for name, p in peft.named_parameters()
-                if p.requires_grad
-            }
-        )
+        trained = {name: p for name, p in peft.named_parameters() if p.requires_grad}
+        rows.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()})
     peft.zero_grad()
     return losses, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
@@ -66,7 +55,7 @@ def looped(model: TrainingModel, records: Records) -> tuple[list[float], dict[st
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("masked", [True, False], ids=["responses", "bare text"])
 def test_losses_and_gradients_equal_transformers_own_of_single_records(causal, kind, masked, most, monkeypatch):
-    monkeypatch.setattr("fedpriv.learning.training._passes._MOST_TARGETS", most)
+    monkeypatch.setattr(_passes, "_MOST_TARGETS", most)
     model = training_model(causal(kind))
     records = random_records(9, classes=0, vocabulary=50, shortest=2, longest=20)
     records = with_responses(records) if masked else records
@@ -104,15 +93,14 @@ def test_what_predicts_no_target_gets_no_gradient():
     assert reached.tolist() == [[False, False, True, True, False, False], [False] * 6]
 
 
-@pytest.mark.parametrize("num", range(1, 60))
-def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(num, monkeypatch):
+def test_a_record_whose_tokens_are_all_predicted_has_one_hit_however_it_is_sliced(monkeypatch):
+    monkeypatch.setattr(_passes, "_MOST_TARGETS", 1)
     layer = torch.nn.Linear(5, 5, bias=False).requires_grad_(False)
     layer.weight.copy_(torch.eye(5))
-    targets = torch.arange(num).remainder(5).unsqueeze(0)
-    hidden = F.one_hot(targets, 5).float()
-    monkeypatch.setattr("fedpriv.learning.training._passes._MOST_TARGETS", 1)
-    found = sliced_predictions(hidden, layer, targets, places_of(targets))
-    assert found.hits.tolist() == [1.0]
+    for num in range(1, 60):
+        targets = torch.arange(num).remainder(5).unsqueeze(0)
+        found = sliced_predictions(F.one_hot(targets, 5).float(), layer, targets, places_of(targets))
+        assert found.hits.tolist() == [1.0]
 
 
 def test_a_model_that_changes_its_output_layers_logits_computes_all_of_them():
@@ -129,24 +117,19 @@ def test_a_model_that_changes_its_output_layers_logits_computes_all_of_them():
 def test_targets_exclude_padding_on_either_side():
     right = {"input_ids": torch.tensor([[5, 6, 7, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
     left = {"input_ids": torch.tensor([[0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
-    assert next_token_targets(right).tolist() == [[6, 7, IGNORED]]
-    assert next_token_targets(left).tolist() == [[IGNORED, 6, 7]]
+    assert _passes.next_token_targets(right).tolist() == [[6, 7, IGNORED]]
+    assert _passes.next_token_targets(left).tolist() == [[IGNORED, 6, 7]]
 
 
-def test_causal_loss_is_the_mean_over_each_records_own_targets():
-    logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
+def test_causal_loss_is_the_mean_over_each_records_own_targets_and_zero_without_any():
+    logits = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(0))
     batch = {
-        "input_ids": torch.tensor([[2, 3, 4, 0], [2, 1, 0, 0]]),
-        "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
+        "input_ids": torch.tensor([[2, 3, 4, 0], [2, 1, 0, 0], [2, 0, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]),
     }
     first = F.cross_entropy(logits[0, :2], torch.tensor([3, 4]))
     second = F.cross_entropy(logits[1, :1], torch.tensor([1]))
-    torch.testing.assert_close(predictions(logits, batch).losses, torch.stack([first, second]))
-
-
-def test_a_record_without_a_target_has_zero_loss():
-    batch = {"input_ids": torch.tensor([[2, 0, 0]]), "attention_mask": torch.tensor([[1, 0, 0]])}
-    assert predictions(torch.randn(1, 3, 5), batch).losses.tolist() == [0.0]
+    torch.testing.assert_close(predictions(logits, batch).losses, torch.stack([first, second, torch.tensor(0.0)]))
 
 
 def test_a_pass_is_as_large_as_the_caches_of_its_threads_and_never_larger_than_memory(monkeypatch):

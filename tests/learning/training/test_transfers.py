@@ -20,6 +20,7 @@ from tests.learning.training.test_local_update import make_task
 from tests.tiny import tiny_causal
 
 META = torch.device("meta")
+NUM = 10
 
 
 class Copies(TorchDispatchMode):
@@ -50,16 +51,15 @@ def task(request, encoder, monkeypatch):
     for look in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
         monkeypatch.setattr(f"transformers.masking_utils.{look}", lambda *_: False)
     is_classifier = request.param == "classifier"
-    peft_model = (
-        encoder(layers="last-1")
-        if is_classifier
-        else attach(tiny_causal("llama"), LoraSettings(rank=2, alpha=4.0, task="CAUSAL_LM"))
-    )
+    if is_classifier:
+        peft_model = encoder(layers="last-1")
+    else:
+        peft_model = attach(tiny_causal("llama"), LoraSettings(rank=2, alpha=4.0, task="CAUSAL_LM"))
     model = TrainingModel(peft_model, memory_limit=2**28, prefix_cache=False, max_length=16)
-    tokens = tuple(torch.arange(2, 5 + index % 9) for index in range(24))
-    labels = torch.arange(24) % 3 if is_classifier else torch.zeros(0, dtype=torch.int64)
+    tokens = tuple(torch.arange(2, 5 + index % 9) for index in range(NUM))
+    labels = torch.arange(NUM) % 3 if is_classifier else torch.zeros(0, dtype=torch.int64)
     made = make_task(model, Records({"input_ids": tokens}, labels, 0), noise_multiplier=1.0)
-    every = PoissonSampler(num_registered=24, expected_batch_size=24, source=made.noise)
+    every = PoissonSampler(num_registered=NUM, expected_batch_size=NUM, source=made.noise)
     return on_meta(model), replace(made, sampler=every)
 
 
@@ -82,10 +82,10 @@ def test_on_a_nodes_gpu_each_record_has_a_pass_of_its_own_and_one_follows_the_ot
     layer = next(module for module in model.peft_model.modules() if isinstance(module, torch.nn.LayerNorm | Norm))
     layer.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     clients = _Clients.of(model, [task])
-    drawn = _Drawn.of_records([list(range(24))])
+    drawn = _Drawn.of_records([list(range(4))])
     with raising_failures():
         found = [len(each) for each, _ in _gradient_rows(clients, clients.broadcast, drawn)]
-    assert found == rows == [1] * 24
+    assert found == rows == [1] * 4
 
 
 def test_a_value_that_is_read_would_be_noticed():
