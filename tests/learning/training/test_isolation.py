@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from fedpriv.errors import InputError
 from fedpriv.learning.data.records import Records, check_max_length, collate, tokenize
@@ -15,6 +16,7 @@ from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.stacked import execute_stacked, local_update
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.learning.training.test_local_update import make_task
+from tests.marks import slow
 
 POISON = 14  # a token that the model below fails on
 WITH_RECORD = f"secret token {POISON}"  # a log shows lines of code, and may show no message
@@ -54,13 +56,9 @@ def failing_model(request, encoder):
 
 def update(model: TrainingModel, *clients: Records, **changes) -> list[torch.Tensor]:
     """[client] The values of each update, without noise, so that it shows the sum of clipped gradients."""
-    tasks = [
-        dataclasses.replace(
-            make_task(model, records, local_steps=1, num_rounds=1000, **changes),
-            sampler=Everyone(num_registered=40, expected_batch_size=8, source=None),
-        )
-        for records in clients
-    ]
+    everyone = Everyone(num_registered=40, expected_batch_size=8, source=None)
+    tasks = [make_task(model, records, local_steps=1, num_rounds=1000, **changes) for records in clients]
+    tasks = [dataclasses.replace(task, sampler=everyone) for task in tasks]
     results = execute_stacked(model, tasks)
     assert all(isinstance(result, ClientUpdate) for result in results), results
     return [torch.cat([tensor.flatten() for tensor in result.adapter.values()]) for result in results]
@@ -86,8 +84,7 @@ def test_failing_records_of_one_client_leave_the_others_of_its_stack_alone(faili
 
 
 def test_an_unusable_record_is_drawn_and_has_no_gradient(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, alone=True)
-    records = make_records(12)
+    model, records = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, alone=True), make_records(12)
     marked = dataclasses.replace(records, unusable=torch.arange(12) == 5)
     assert torch.equal(*update(model, marked), *update(model, without(records, 5)))
     assert marked.part([5, 6]).unusable.tolist() == [True, False]
@@ -96,12 +93,12 @@ def test_an_unusable_record_is_drawn_and_has_no_gradient(encoder, make_records):
 @pytest.mark.parametrize("clipping", ["joint", "split", "per-tensor"])
 def test_the_sum_with_a_record_differs_from_that_without_it_by_at_most_the_clip_norm(encoder, make_records, clipping):
     """Over all records, in the real update: the move of plain SGD is the sum."""
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
-    records = make_records(12)
+    model, records = TrainingModel(encoder(layers="last-1"), memory_limit=2**30), make_records(6)
     parts = {"joint": 1, "split": 3, "per-tensor": len(model.parameters)}[clipping]
-    (full,) = update(model, records, clipping=clipping, clip_norm=1e-3, learning_rate=8.0)
-    for index in range(12):
-        (rest,) = update(model, without(records, index), clipping=clipping, clip_norm=1e-3, learning_rate=8.0)
+    changes = {"clipping": clipping, "clip_norm": 1e-3, "learning_rate": 8.0}
+    (full,) = update(model, records, **changes)
+    for index in range(6):
+        (rest,) = update(model, without(records, index), **changes)
         assert float((full.double() - rest.double()).norm()) <= 1e-3 * parts**0.5 + 1e-6
 
 
@@ -110,8 +107,6 @@ def test_the_sum_with_a_record_differs_from_that_without_it_by_at_most_the_clip_
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_bert):
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(tiny_bert)
 
 
@@ -153,29 +148,25 @@ class Numbers:
         return {"input_ids": [[int(word) for word in text.split()] for text in texts]}
 
 
-def test_a_token_beyond_the_vocabulary_and_a_label_outside_the_names_make_a_record_unusable():
+def test_tokens_beyond_the_vocabulary_and_labels_outside_the_names_are_unusable_and_no_token_is_one_of_padding():
     data = TextData(texts=("3 9", "3 10", "5", "-1"), labels=("a", "a", "other", "a"), pairs=None)
     found = tokenize(data, Numbers(), label_names=("a",), max_length=8, vocabulary=10)
     assert found.unusable.tolist() == [False, True, True, True]
     assert len(found) == 4
     assert all(0 <= int(row.min()) <= int(row.max()) < 10 for row in found.features["input_ids"])
     assert found.labels.tolist() == [0, 0, 0, 0]
+    wordless = tokenize(TextData(texts=("",), labels=("",), pairs=None), Numbers(), label_names=(), max_length=4)
+    assert wordless.features["input_ids"][0].tolist() == [7]
+    assert collate(wordless.items())["attention_mask"].tolist() == [[1]]
 
 
-@pytest.mark.parametrize("max_length", [3, 4, 8])
-@pytest.mark.parametrize("pairs", [None, ("pain in chest " * 9, "")])
+@pytest.mark.parametrize(("max_length", "pairs"), [(3, None), (8, ("pain in chest " * 9, ""))])
 def test_every_record_is_cut_to_the_length_and_empty_texts_work(tokenizer, encoder, max_length, pairs):
     data = TextData(texts=("", "pain " * 600), labels=("a", "a"), pairs=pairs)
     records = tokenize(data, tokenizer, label_names=("a",), max_length=max_length)
     assert all(1 <= len(row) <= max_length for row in records.features["input_ids"])
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=max_length)
     assert torch.isfinite(model.logits(records.items(), cached=True)[0]).all()
-
-
-def test_a_text_without_any_token_is_one_padding_token():
-    records = tokenize(TextData(texts=("",), labels=("",), pairs=None), Numbers(), label_names=(), max_length=4)
-    assert records.features["input_ids"][0].tolist() == [7]
-    assert collate(records.items())["attention_mask"].tolist() == [[1]]
 
 
 def test_a_length_without_room_for_a_token_of_text_is_refused(tokenizer):
@@ -196,7 +187,7 @@ GRADIENTS = [{}, {"noise_on": "upload"}, {"clipping": "batch"}, {"trains": "head
 
 
 @pytest.mark.parametrize("changes", GRADIENTS)
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("alone", [True, *slow(False)])
 def test_an_update_says_to_its_holder_alone_whether_any_record_had_a_gradient(
     encoder, make_records, caplog, alone, changes
 ):
@@ -204,13 +195,10 @@ def test_an_update_says_to_its_holder_alone_whether_any_record_had_a_gradient(
     sound = dataclasses.replace(make_records(6), persons=tuple("aabbcc"))
     mute = dataclasses.replace(sound, unusable=torch.ones(6, dtype=torch.bool))
     mixed = dataclasses.replace(sound, unusable=torch.arange(6) > 0)
-    tasks = [
-        dataclasses.replace(
-            make_task(model, records, local_steps=2, **changes),
-            sampler=PoissonSampler(num_registered=8, expected_batch_size=8, source=SeededSource(0)),
-        )
-        for records in (sound, mixed, mute, sound.part([]))
-    ]
+    sampler = PoissonSampler(num_registered=8, expected_batch_size=8, source=SeededSource(0))
+    clients = (sound, mixed, mute, sound.part([]))
+    tasks = [make_task(model, records, local_steps=2, **changes) for records in clients]
+    tasks = [dataclasses.replace(task, sampler=sampler) for task in tasks]
     with caplog.at_level(logging.WARNING):
         found = execute_stacked(model, tasks)
     assert [update.learned for update in found] == [True, True, False, None]

@@ -19,14 +19,13 @@ SPEC = UpdateSpec.of(RunConfig(local_steps=3, batch_size=8, learning_rate=0.5, c
 
 
 def make_task(model, records, *, num_registered=40, seed=0, adapter=None, **changes):
+    inclusion, spec = SeededSource(seed, "inclusion"), dataclasses.replace(SPEC, **changes)
     return UpdateTask(
         adapter=adapter or read(model.peft_model),
         data=records,
-        spec=dataclasses.replace(SPEC, **changes),
+        spec=spec,
         round=1,
-        sampler=PoissonSampler(
-            num_registered=num_registered, expected_batch_size=8, source=SeededSource(seed, "inclusion")
-        ),
+        sampler=PoissonSampler(num_registered=num_registered, expected_batch_size=8, source=inclusion),
         noise=SeededSource(seed, "noise"),
     )
 
@@ -61,24 +60,10 @@ def test_update_without_noise_equals_algorithm_1_by_hand(model, make_records):
     task = make_task(model, make_records(40))
     expected = by_hand(model.peft_model, task, model)
     update = local_update(model, task)
+    assert not any(module.training for module in model.peft_model.modules())
     for name, tensor in expected.items():
         assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, so the test would prove nothing"
         torch.testing.assert_close(update.adapter[name], tensor, atol=2e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_memory_limit_does_not_change_the_result(encoder, make_records, optimizer):
-    records = make_records(40)
-    results = []
-    for limit in (2**30, 1):  # all at once; one record per pass
-        model = TrainingModel(encoder(layers="last-1"), memory_limit=limit)
-        rows = set(map(len, model.passes(records.items(range(10)))))
-        assert rows == {1} if limit == 1 else max(rows) > 1
-        # With noise: AdamW would amplify rounding errors in vanishing gradients to whole steps.
-        task = make_task(model, records, optimizer=optimizer, noise_multiplier=0.5)
-        results.append(local_update(model, task).adapter)
-    for name in results[0]:
-        torch.testing.assert_close(results[0][name], results[1][name], atol=1e-5, rtol=1e-4)
 
 
 def test_the_event_states_the_probability_that_the_sampler_drew_with(model, make_records):
@@ -87,14 +72,6 @@ def test_the_event_states_the_probability_that_the_sampler_drew_with(model, make
     expected = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=8 / 50, count=3)
     assert update.event == planned_event(task.spec, 8 / 50, update.adapter) == expected
     assert update.num_records == 50
-
-
-def test_empty_batches_are_noised_and_charged(model, make_records):
-    task = make_task(model, make_records(0), noise_multiplier=1.0)
-    update = local_update(model, task)
-    assert update.event.count == 3
-    for name, tensor in update.adapter.items():
-        assert (tensor != task.adapter[name]).any(), name
 
 
 def test_noise_comes_from_the_given_source_alone(model, make_records):
@@ -115,21 +92,6 @@ def test_adamw_keeps_no_state_from_earlier_rounds(model, make_records):
     for name in first:
         assert not torch.equal(first[name], changes["adapter"][name])
         assert torch.equal(first[name], second[name])
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_an_update_moves_every_tensor_of_a_causal_model(causal, make_records, kind):
-    model = TrainingModel(causal(kind, layers="last-1"), memory_limit=2**22)
-    task = make_task(model, make_records(40, classes=0), clip_norm=10.0)
-    update = local_update(model, task)
-    assert all(not torch.equal(update.adapter[name], task.adapter[name]) for name in update.adapter)
-
-
-def test_the_frozen_base_stays_unchanged_and_in_eval_mode(model, make_records):
-    frozen = {n: p.clone() for n, p in model.peft_model.named_parameters() if not p.requires_grad}
-    local_update(model, make_task(model, make_records(40), noise_multiplier=1.0))
-    assert all(torch.equal(p, frozen[n]) for n, p in model.peft_model.named_parameters() if n in frozen)
-    assert not any(module.training for module in model.peft_model.modules())
 
 
 def test_a_failing_task_yields_its_exception_and_the_others_go_on(model, make_records):
