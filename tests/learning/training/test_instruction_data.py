@@ -9,18 +9,14 @@ import torch
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import LoraSettings, attach
-from fedpriv.learning.adapters._base_models import load_base
 from fedpriv.learning.data.chat import RESPONSE_MASK
 from fedpriv.learning.training import workbench
 from fedpriv.learning.training.canaries import random_token_canaries
-from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.rehearsal import synthetic_records
 from fedpriv.learning.training.workbench import Workbench
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.chats import chat_model, chat_tokenizer
 from tests.learning.training.test_isolation import update, without
-from tests.tiny import move
 
 ROWS = [{"q": f"What is flu {'rash ' * i}?", "a": f"A {'viral ' * (i % 5)}disease."} for i in range(11)]
 
@@ -36,32 +32,11 @@ def bench(folder, tmp_path):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         keys = {"prompt_column": "q", "response_column": "a", "data": str(path), "test_data": str(path)}
-        keys |= {"public_data": True}
         keys |= {"model": str(folder), "num_clients": 1, "sampling_probability": 0.5, "max_length": 60}
-        keys |= {"base_dtype": "float32", "device": "cpu", "memory_limit_mb": 8}
+        keys |= {"public_data": True, "base_dtype": "float32", "device": "cpu", "memory_limit_mb": 8}
         return Workbench(parse({**keys, **changes}))
 
     return build
-
-
-def test_losses_are_the_mean_loss_over_the_response_alone(bench, folder):
-    """Oracle: transformers' own loss on labels that leave out the prompt, one record at a time."""
-    made = bench()
-    records = made.client(0)
-    model = TrainingModel(
-        move(attach(load_base(str(folder), task="CAUSAL_LM"), LoraSettings(rank=4, task="CAUSAL_LM"))),
-        memory_limit=2**30,
-        max_length=60,
-    )
-    with torch.no_grad():
-        found = model.predictions(records.items(), cached=False)
-    for index in range(len(records)):
-        ids, mask = records.features["input_ids"][index], records.features[RESPONSE_MASK][index]
-        labels = ids.masked_fill(mask == 0, -100)
-        model.peft_model.zero_grad()
-        loss = model.peft_model(input_ids=ids[None], labels=labels[None]).loss
-        assert float(found.losses[index]) == pytest.approx(loss.item(), rel=1e-5)
-        assert int(found.num_targets[index]) == int(mask.sum())
 
 
 def chat(*contents):
@@ -83,12 +58,16 @@ def test_a_response_that_is_empty_or_cut_away_is_drawn_and_has_no_gradient(bench
     assert not torch.equal(found, *update(made.model, without(rest, 0)))
 
 
-def test_what_is_learned_is_in_one_piece_at_the_end(bench):
-    records = bench().client(0)
+def test_what_is_learned_is_in_one_piece_at_the_end_and_runs_with_other_prompts_do_not_share_it(bench):
+    made = bench()
+    records = made.client(0)
     for ids, mask in zip(records.features["input_ids"], records.features[RESPONSE_MASK], strict=True):
         assert mask.diff().clamp_min(0).sum() == 1
         assert int(mask[-1]) == 1
         assert len(ids) == len(mask)
+    others = {"system_prompt": "You are kind.", "prompt_template": "a {}", "max_records": 3, "response_column": "q"}
+    for key, value in others.items():
+        assert workbench._key(made.config, None) != workbench._key(replace(made.config, **{key: value}), None)
 
 
 @pytest.mark.parametrize("rows", [ROWS, [{"q": "flu", "a": ""}] * 4])
@@ -135,10 +114,3 @@ def test_synthetic_records_are_learned_whole_and_of_canaries_the_last_token(benc
     assert all(torch.equal(mask, torch.ones_like(ids)) for ids, mask in pairs)
     assert [mask.tolist() for mask in canaries.features[RESPONSE_MASK]] == [[0] * 7 + [1]] * 3
     assert len({int(row[-1]) for row in canaries.features["input_ids"]}) == 3
-
-
-def test_runs_with_other_prompts_do_not_share_their_records(bench):
-    config = bench().config
-    others = {"system_prompt": "You are kind.", "prompt_template": "a {}", "max_records": 3, "response_column": "q"}
-    for key, value in others.items():
-        assert workbench._key(config, None) != workbench._key(replace(config, **{key: value}), None)

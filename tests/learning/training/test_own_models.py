@@ -138,8 +138,8 @@ def test_gradients_of_a_step_are_those_of_a_loop_over_records(case):
         torch.testing.assert_close(model.layout.flatten(stacked)[owners == client], alone, atol=2e-6, rtol=2e-5)
 
 
-def batch_norm_moves() -> float:
-    """The largest change of a record's gradient, over its norm, when the others' contents change."""
+def test_batch_norm_in_training_mode_moves_another_records_gradient():
+    """By a share of its norm, when the others' contents change: the attack for which it is refused below."""
     module = seeded(lambda: network(frozen(nn.BatchNorm1d(8))))
     one, other = rows(8), rows(8, seed=1)
     other[0][0], other[1][0] = one[0][0], one[1][0]
@@ -147,13 +147,7 @@ def batch_norm_moves() -> float:
     for batch in (one, other):
         gradients, _ = per_sample_gradients(trainable_layers(module), lambda batch=batch: cross_entropy(module)(batch))
         found.append(torch.cat([gradient[0].flatten() for gradient in gradients.values()]))
-    return float((found[0] - found[1]).norm() / found[0].norm())
-
-
-def test_batch_norm_in_training_mode_moves_another_records_gradient_and_is_refused_by_name():
-    assert batch_norm_moves() > 0.5, "the attack no longer shows what is refused"
-    with pytest.raises(InputError, match=r"1 \(BatchNorm1d\): couples records: .* call \.eval\(\) on it"):
-        OwnModel(*of(lambda: network(frozen(nn.BatchNorm1d(8)))), rows(6))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) > 0.5
 
 
 def of(build):
@@ -220,33 +214,60 @@ def mask(shape, **drawn) -> torch.Tensor:
     return torch.rand(shape, **drawn) > 0.5
 
 
-COUPLING = {
-    "mean between layers": (lambda: Centred(1.0), "Centred: couples"),
-    "far below rounding": (lambda: Centred(1e-6), "Centred: couples"),
-    "attention over the batch": (OverBatch, r"attention \(MultiheadAttention\): couples .* batch_first=True"),
-    "dropout": (lambda: network(nn.Dropout(0.5)), r"1 \(Dropout\): draws random numbers .* call \.eval"),
-    "one mask for all": (
-        lambda: network(Through(lambda x: x * mask(x.shape[1]))),
-        r"1 \(Through\): draws random numbers",
+class Tied(nn.Module):
+    """Uses the embedding's weight again at the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 5)
+
+    def forward(self, tokens):
+        return self.words(tokens).mean(dim=1) @ self.words.weight.T
+
+
+def same_masks(x: torch.Tensor) -> torch.Tensor:
+    """In every pass, one for each place."""
+    return x * mask(x.shape, generator=torch.Generator().manual_seed(0))
+
+
+COUPLED, INEXACT = "couples records", "is not trained exactly"
+# {(why, how): (a layer between two linear ones, message)}
+BETWEEN = {
+    (COUPLED, "batch norm"): (
+        lambda: frozen(nn.BatchNorm1d(8)),
+        r"1 \(BatchNorm1d\): couples .* call \.eval\(\) on it",
     ),
-    "masks by place": (
-        lambda: network(Through(lambda x: x * mask(x.shape, generator=torch.Generator().manual_seed(0)))),
-        r"1 \(Through\): couples records: .* their order",
-    ),
-    "the largest value, which most do not move": (
-        lambda: network(Through(lambda x: x / x.abs().max().clamp(min=100.0))),
-        r"1 \(Through\): couples",
-    ),
-    "a buffer": (lambda: network(Counting()), r"1 \(Counting\): keeps seen"),
-    "gradients alone": (lambda: network(Through(SharedGradient.apply)), "the backward pass of Sequential: couples"),
+    (COUPLED, "dropout"): (lambda: nn.Dropout(0.5), r"1 \(Dropout\): draws random numbers .* call \.eval"),
+    (COUPLED, "one mask"): (lambda: Through(lambda x: x * mask(x.shape[1])), r"1 \(Through\): draws random numbers"),
+    (COUPLED, "masks by place"): (lambda: Through(same_masks), r"1 \(Through\): couples records: .* their order"),
+    # Which most records do not move.
+    (COUPLED, "largest"): (lambda: Through(lambda x: x / x.abs().max().clamp(min=100.0)), r"1 \(Through\): couples"),
+    (COUPLED, "a buffer"): (Counting, r"1 \(Counting\): keeps seen"),
+    (COUPLED, "gradients"): (lambda: Through(SharedGradient.apply), "the backward pass of Sequential: couples"),
+    (INEXACT, "batch norm"): (lambda: nn.BatchNorm1d(8), "1.weight: .* BatchNorm1d, .* freeze it, or use GroupNorm"),
+    (INEXACT, "others"): (lambda: nn.PReLU(8), "1.weight: .* PReLU, .* or train Linear, .* and LayerNorm layers"),
+    (INEXACT, "in place"): (lambda: nn.ReLU(inplace=True), "1: overwrites what 0.weight gave, so use inplace=False"),
+}
+# {(why, how): (module, its records, message)}
+WHOLE = {
+    (COUPLED, "mean between layers"): (lambda: Centred(1.0), rows, "Centred: couples"),
+    (COUPLED, "far below rounding"): (lambda: Centred(1e-6), rows, "Centred: couples"),
+    (COUPLED, "attention"): (OverBatch, rows, r"attention \(MultiheadAttention\): couples .* batch_first=True"),
+    (INEXACT, "a shared layer"): (lambda: network(*[nn.Linear(8, 8)] * 2), rows, "1: called twice in one forward pass"),
+    (INEXACT, "a shared norm"): (lambda: network(*[nn.LayerNorm(8)] * 2), rows, "1: called twice in one forward pass"),
+    (INEXACT, "tied"): (Tied, sentences, r"words\.weight: is used outside of its layer"),
+    (INEXACT, "nothing"): (lambda: frozen(network()), rows, "trains no parameter"),
+    (INEXACT, "max_norm"): (lambda: nn.Embedding(3, 4, max_norm=1.0), rows, "max_norm = 1.0"),
+    (INEXACT, "frequency"): (lambda: nn.Embedding(3, 4, scale_grad_by_freq=True), rows, "scale_grad_by_freq = True"),
+    (INEXACT, "shapes"): (lambda: nn.Linear(WIDTH + 1, 3), rows, r"a pass of the public records fails \(.*shapes"),
 }
 
 
-@pytest.mark.parametrize("case", COUPLING)
-def test_a_module_that_couples_records_is_refused_by_name(case):
-    build, message = COUPLING[case]
+@pytest.mark.parametrize("case", [*BETWEEN, *WHOLE], ids=": ".join)
+def test_a_module_that_couples_records_or_has_no_exact_gradients_is_refused_by_name(case):
+    build, make, message = WHOLE.get(case) or (lambda: network(BETWEEN[case][0]()), rows, BETWEEN[case][1])
     with pytest.raises(InputError, match=message) as caught:
-        OwnModel(*of(build), rows(6))
+        OwnModel(*of(build), make(6))
     assert "\n" not in str(caught.value)
 
 
@@ -266,54 +287,6 @@ def test_a_loss_that_couples_records_is_refused(case):
     module, (losses, message) = seeded(network), LOSSES[case]
     with pytest.raises(InputError, match=message):
         OwnModel(module, lambda batch: losses(module(batch[0]), batch[1]), rows(6))
-
-
-class Tied(nn.Module):
-    """Uses the embedding's weight again at the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 5)
-
-    def forward(self, tokens):
-        return self.words(tokens).mean(dim=1) @ self.words.weight.T
-
-
-INEXACT = {
-    "batch norm": (
-        lambda: network(nn.BatchNorm1d(8)),
-        "1.weight: .* BatchNorm1d, .* freeze it, or use GroupNorm in its place",
-    ),
-    "others": (
-        lambda: network(nn.PReLU(8)),
-        "1.weight: .* PReLU, .* or train Linear, Embedding, .* and LayerNorm layers",
-    ),
-    "a shared layer": (lambda: network(*[nn.Linear(8, 8)] * 2), "1: called twice in one forward pass"),
-    "a shared norm": (lambda: network(*[nn.LayerNorm(8)] * 2), "1: called twice in one forward pass"),
-    "in place": (
-        lambda: network(nn.ReLU(inplace=True)),
-        "1: overwrites what 0.weight gave, so use inplace=False",
-    ),
-    "nothing": (lambda: frozen(network()), "trains no parameter"),
-    "max_norm": (lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)), "0: max_norm = 1.0"),
-    "frequency": (lambda: nn.Sequential(nn.Embedding(3, 4, scale_grad_by_freq=True)), "0: scale_grad_by_freq = True"),
-    "a pass that fails": (
-        lambda: nn.Sequential(nn.Linear(WIDTH + 1, CLASSES)),
-        r"a pass of the public records fails \(.*shapes",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", INEXACT)
-def test_a_module_that_cannot_be_trained_exactly_is_refused_by_name(case):
-    build, message = INEXACT[case]
-    with pytest.raises(InputError, match=message):
-        OwnModel(*of(build), rows(6))
-
-
-def test_tied_weights_are_refused_by_name():
-    with pytest.raises(InputError, match=r"words\.weight: is used outside of its layer"):
-        OwnModel(*of(Tied), sentences(6))
 
 
 @pytest.mark.parametrize("public", [rows(3), tuple(tensor[:1].repeat_interleave(6, 0) for tensor in rows(1))])
@@ -373,16 +346,10 @@ def test_a_step_is_the_sum_of_clipped_gradients_over_the_expected_batch_size(mod
     assert all(torch.equal(parameter.grad, found[name]) for name, parameter in model.parameters.items())
 
 
-def test_an_empty_sample_still_adds_noise_and_is_charged(model):
-    charged = []
-    found, event = step(model, rows(40), probability=1e-9, charge=charged.append)
-    scale = float(model.layout.flatten_one(found).std()) * (40 * 1e-9)
-    assert scale == pytest.approx(0.1, rel=0.3)
-    assert charged == [event]
-    assert event.sampling_probability == 1e-9
-
-
 def test_a_charge_that_is_refused_ends_the_step_before_a_record_is_touched(model):
+    def refuse(event):
+        raise RuntimeError(f"spent: {event}")
+
     touched = []
     model._losses = lambda batch: touched.append(batch)
     with pytest.raises(RuntimeError, match="spent"):
@@ -391,26 +358,18 @@ def test_a_charge_that_is_refused_ends_the_step_before_a_record_is_touched(model
     assert all(parameter.grad is None for parameter in model.parameters.values())
 
 
-def refuse(event):
-    raise RuntimeError(f"spent: {event}")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_module_that_changed_since_it_was_tried_is_refused_before_the_charge():
+    for change in (
         lambda module: module.train(),
         lambda module: module[0].weight.requires_grad_(False),
         lambda module: module.append(nn.Linear(CLASSES, CLASSES)),
-    ],
-    ids=["mode", "trained", "layers"],
-)
-def test_a_module_that_changed_since_it_was_tried_is_refused_before_the_charge(change):
-    module = seeded(lambda: network(frozen(nn.BatchNorm1d(8)))).eval()
-    model, charged = OwnModel(module, cross_entropy(module), rows(6)), []
-    change(module)
-    with pytest.raises(InputError, match="others than when it was tried"):
-        step(model, rows(20), charge=charged.append)
-    assert not charged
+    ):
+        module = seeded(lambda: network(frozen(nn.BatchNorm1d(8)))).eval()
+        model, charged = OwnModel(module, cross_entropy(module), rows(6)), []
+        change(module)
+        with pytest.raises(InputError, match="others than when it was tried"):
+            step(model, rows(20), charge=charged.append)
+        assert not charged
 
 
 @pytest.mark.parametrize(
@@ -428,9 +387,7 @@ def test_records_of_another_form_are_refused_before_the_charge(model, records):
 def test_clipping_and_noise_are_those_of_opacus():
     """Its optimizer on the same batch: the same clipped sum without noise, the same scale with it."""
     opacus = pytest.importorskip("opacus")
-    module, records = seeded(network), rows(64, seed=1)
-    model = OwnModel(module, cross_entropy(module), rows(6))
-    twin = seeded(network)
+    records, model, twin = rows(64, seed=1), OwnModel(*of(network), rows(6)), seeded(network)
 
     def theirs(noise_multiplier: float) -> torch.Tensor:
         wrapped = opacus.GradSampleModule(twin)
@@ -456,9 +413,12 @@ def test_clipping_and_noise_are_those_of_opacus():
     assert noises[1] == pytest.approx(noises[0], rel=0.6)
 
 
-def test_the_noise_has_its_scale_and_no_other(model):
-    steps = [step(model, rows(8), probability=1e-9, seed=seed)[0] for seed in range(40)]
-    values = torch.stack([model.layout.flatten_one(each) for each in steps])
+def test_an_empty_sample_is_charged_and_adds_noise_of_its_scale_and_no_other(model):
+    charged = []
+    steps = [step(model, rows(8), probability=1e-9, seed=seed, charge=charged.append) for seed in range(40)]
+    assert charged == [event for _, event in steps]
+    assert {event.sampling_probability for event in charged} == {1e-9}
+    values = torch.stack([model.layout.flatten_one(found) for found, _ in steps])
     assert (values != 0).all()
     assert (values[1:] != values[0]).all(), "a value was left without noise"
     scale = float(values.std()) * 8e-9

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -15,16 +16,9 @@ from fedpriv.learning.data.records import Records, tokenize
 from fedpriv.learning.data.text import TextData
 from fedpriv.learning.training import private_evaluation
 from fedpriv.learning.training.evaluation import evaluate
-from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
+from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
-from fedpriv.learning.training.private_evaluation import (
-    EvaluationSpec,
-    NoisedCounts,
-    check_fits,
-    count,
-    noised,
-    planned_event,
-)
+from fedpriv.learning.training.private_evaluation import EvaluationSpec, NoisedCounts, count, noised, planned_event
 from fedpriv.learning.training.rehearsal import synthetic_records
 from fedpriv.learning.training.stacked import local_update, stacked_updates
 from fedpriv.privacy.accounting.accountants import epsilon_of
@@ -32,7 +26,8 @@ from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.tiny import LABELS, WORDS, move, tiny_causal
 
-NUM = 12
+NUM = 8
+NUM_DRAWS = 1000
 FAILING = "the record that cannot be read"
 
 
@@ -77,12 +72,6 @@ def counts_of(model: TrainingModel, data: TextData, read) -> torch.Tensor:
     return count(model, model.initial, {}, read(data))
 
 
-def test_the_exact_counts_are_those_of_plain_evaluation(model, data, read):
-    hits, misses = counts_of(model, data, read).tolist()
-    assert hits + misses == NUM
-    assert hits / NUM == evaluate(model, read(data)).accuracy
-
-
 @pytest.mark.parametrize("num_prompt", [None, 1, 4])
 def test_a_causal_model_adds_each_record_s_share_of_correct_tokens(data, num_prompt):
     model = TrainingModel(move(attach(tiny_causal("gpt2"), LoraSettings(rank=4, task="CAUSAL_LM"))), memory_limit=2**30)
@@ -102,8 +91,12 @@ def test_a_causal_model_adds_each_record_s_share_of_correct_tokens(data, num_pro
     assert (hits * 2**20).is_integer()
 
 
-def test_removing_any_record_moves_the_pair_by_exactly_one_and_no_other_record_s_part(model, data, read):
+def test_counts_are_those_of_plain_evaluation_and_each_record_moves_them_by_one_and_no_other_record_s_part(
+    model, data, read
+):
     whole = counts_of(model, data, read)
+    assert whole[0] / NUM == evaluate(model, read(data)).accuracy
+    assert whole.sum() == NUM
     for gone in range(NUM):
         rest = data.part([index for index in range(NUM) if index != gone])
         moved = whole - counts_of(model, rest, read)
@@ -121,27 +114,27 @@ def test_a_record_that_fails_adds_nothing_and_stops_no_other(model, data, read, 
     assert counts_of(model, TextData((odd[0],), (odd[1],)), read).tolist() == moved.tolist()
 
 
+def task_of(model, records: Records, draw: int = 0) -> UpdateTask:
+    spec, source = UpdateSpec.counts(3.0), SeededSource(0, draw, "evaluation")
+    sampler = spec.sampler(NUM, source)
+    return UpdateTask(adapter=model.initial, data=records, spec=spec, round=1, sampler=sampler, noise=source)
+
+
 def test_the_noise_of_a_release_is_that_of_its_event_and_of_no_other_scale(model, data, read, monkeypatch):
-    spec, records = UpdateSpec.counts(3.0), read(data)
     monkeypatch.setattr(private_evaluation, "count", lambda *_: torch.tensor([20.0, 7.0], dtype=torch.float64))
 
-    def released(draw: int) -> ClientUpdate:
-        source = SeededSource(0, draw, "evaluation")
-        sampler = spec.sampler(NUM, source)
-        task = UpdateTask(adapter=model.initial, data=records, spec=spec, round=1, sampler=sampler, noise=source)
-        return local_update(model, task)
-
-    updates = [released(draw) for draw in range(4000)]
+    records = read(data)
+    updates = [local_update(model, task_of(model, records, draw)) for draw in range(NUM_DRAWS)]
     pairs = [NoisedCounts.of(update.noised) for update in updates]
     values = np.array([[pair.hits - 20, pair.misses - 7] for pair in pairs])
     assert {update.event for update in updates} == {planned_event(EvaluationSpec(noise_multiplier=3.0))}
-    # Variances of 4,000 normal values, and their correlation: five standard errors, once in 1.7 million.
-    standard_error = math.sqrt(2 / 4000)
+    # Variances of normal values, and their correlation: five standard errors, once in 1.7 million.
+    standard_error = math.sqrt(2 / NUM_DRAWS)
     for scale, accepted in ((3.0, True), (2.0, False), (4.5, False)):
         errors = np.abs(values.var(axis=0) / scale**2 - 1)
         assert (errors < 5 * standard_error).all() == accepted
-    assert np.abs(values.mean(axis=0)).max() < 5 * 3 / math.sqrt(4000)
-    assert abs(np.corrcoef(values.T)[0, 1]) < 5 / math.sqrt(4000)
+    assert np.abs(values.mean(axis=0)).max() < 5 * 3 / math.sqrt(NUM_DRAWS)
+    assert abs(np.corrcoef(values.T)[0, 1]) < 5 / math.sqrt(NUM_DRAWS)
 
 
 def test_released_counts_lie_on_a_grid_that_does_not_depend_on_the_counts():
@@ -156,33 +149,24 @@ def test_one_evaluation_costs_what_the_gaussian_mechanism_costs():
     event = planned_event(EvaluationSpec(noise_multiplier=4.0))
     assert event == SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=1, unit="record")
     # The exact trade-off of the Gaussian mechanism with sensitivity 1 (Balle and Wang 2018, Theorem 8).
-    epsilon, normal = (
-        epsilon_of([event], 1e-5).epsilon,
-        torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)),
-    )
-    low, high = (torch.tensor(x, dtype=torch.float64) for x in (1 / 8 - 4 * epsilon, -1 / 8 - 4 * epsilon))
-    delta = float(normal.cdf(low) - math.exp(epsilon) * normal.cdf(high))
+    epsilon, normal = epsilon_of([event], 1e-5).epsilon, NormalDist()
+    delta = normal.cdf(1 / 8 - 4 * epsilon) - math.exp(epsilon) * normal.cdf(-1 / 8 - 4 * epsilon)
     assert delta == pytest.approx(1e-5, rel=0.01)
 
 
 def test_counts_are_no_objective_under_other_bounds_nor_in_a_stack(model):
     """Their sensitivity is 1 by themselves: no clip norm makes it smaller, and no sampling hides them."""
-    spec = UpdateSpec.counts(3.0)
-    empty = Records({"input_ids": ()}, torch.tensor([], dtype=torch.int64), pad_token_id=0)
-    source = SeededSource(0)
-    task = UpdateTask(
-        adapter=model.initial, data=empty, spec=spec, round=1, sampler=spec.sampler(30, source), noise=source
-    )
+    task = task_of(model, Records({"input_ids": ()}, torch.tensor([], dtype=torch.int64), pad_token_id=0))
     assert local_update(model, task).event == planned_event(EvaluationSpec(noise_multiplier=3.0))
     for change in ({"clip_norm": 0.1}, {"sampling_probability": 0.1}, {"local_steps": 2}, {"noise_on": "upload"}):
         with pytest.raises(ValueError, match="objective = counts"):
-            local_update(model, replace(task, spec=replace(spec, **change)))
+            local_update(model, replace(task, spec=replace(task.spec, **change)))
     with pytest.raises(ValueError, match="objective = 'counts'"):
         stacked_updates(model, [task])
 
 
 def test_a_model_that_does_not_fit_is_refused_by_name(model):
-    check_fits(model, model.initial, {})
+    private_evaluation.check_fits(model, model.initial, {})
     name, tensor = next(iter(model.initial.items()))
     for adapter in (
         {key: value for key, value in model.initial.items() if key != name},
@@ -190,7 +174,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name(model):
         model.initial | {"another": tensor},
     ):
         with pytest.raises(ValueError, match=r"adapter: .* has shape"):
-            check_fits(model, adapter, {})
+            private_evaluation.check_fits(model, adapter, {})
 
 
 def test_a_rehearsal_refuses_a_model_whose_losses_are_no_numbers(model):
