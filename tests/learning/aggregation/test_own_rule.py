@@ -113,9 +113,6 @@ def test_a_rule_that_claims_to_be_a_weighted_sum_and_is_none_is_refused(aggregat
     with pytest.raises(InputError, match=r"^aggregation = 'liar': is not the weighted sum of the uploads"):
         RULES["liar"] = Rule(aggregate=aggregate, linear=True)
     assert "liar" not in RULES
-
-
-def test_a_name_stands_for_one_rule():
     with pytest.raises(ValueError, match="aggregation = 'dp-lora': is registered already; delete it first"):
         RULES["dp-lora"] = Rule(aggregate=average)
 

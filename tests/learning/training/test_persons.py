@@ -11,7 +11,7 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedpriv.learning.adapters import LoraSettings, attach, load_base, read
+from fedpriv.learning.adapters import LoraSettings, attach, load_base
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.data.text import some_of
 from fedpriv.learning.training import stacked
@@ -50,12 +50,10 @@ def shuffled(sizes=SIZES, seed: int = 0) -> Records:
     return of_persons(random_records(len(names), seed=seed), [names[index] for index in order])
 
 
-def without(records: Records, person: str) -> Records:
-    return records.part([index for index, name in enumerate(records.persons) if name != person])
-
-
-def only(records: Records, person: str) -> Records:
-    return records.part([index for index, name in enumerate(records.persons) if name == person])
+def apart(records: Records, person: str) -> tuple[Records, Records]:
+    """The records of this person, and those of all others."""
+    own = [name == person for name in records.persons]
+    return tuple(records.part([index for index, each in enumerate(own) if each is which]) for which in (True, False))
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +74,9 @@ def training_model(tiny_bert, *, alone):
 
 
 def task_of(model, records, *, everyone=True, m=3, choices=0, **changes) -> UpdateTask:
-    task = make_task(model, records, max_records_per_person=m, **changes)
-    kind = Everyone if everyone else PoissonSampler
-    sampler = kind(
-        num_registered=40,
-        expected_batch_size=8,
-        source=SeededSource(0, "inclusion"),
-        choices=SeededSource(choices, "choices"),
-    )
-    return dataclasses.replace(task, sampler=sampler)
+    sources = {"source": SeededSource(0, "inclusion"), "choices": SeededSource(choices, "choices")}
+    sampler = (Everyone if everyone else PoissonSampler)(num_registered=40, expected_batch_size=8, **sources)
+    return dataclasses.replace(make_task(model, records, max_records_per_person=m, **changes), sampler=sampler)
 
 
 def sums(model, *tasks: UpdateTask) -> list[torch.Tensor]:
@@ -170,22 +162,18 @@ def test_removing_any_person_moves_the_sum_by_this_person_alone_and_never_beyond
     whole = total(records)
     bound = clip_norm * sensitivity_factor(rule, len(clipping_parts(rule, model.parameters)))
     for person, _ in records.by_person:
-        moved = whole - total(without(records, person))
-        assert torch.equal(moved, total(only(records, person))), "another person's presence changed something"
+        only, others = map(total, apart(records, person))
+        moved = whole - others
+        assert torch.equal(moved, only), "another person's presence changed something"
         assert float(moved.norm()) <= bound
 
 
-def test_records_clipped_one_by_one_and_summed_would_exceed_the_bound(model, monkeypatch):
+def test_records_clipped_one_by_one_and_summed_would_exceed_the_bound(model):
     """So the test above can fail."""
-    records = of_persons(random_records(6), ["one"] * 6)
-    monkeypatch.setattr(stacked, "_drawn", one_by_one)
-    (total,) = sums(model, task_of(model, records, m=6, local_steps=1, clip_norm=0.01))
-    assert float(total.norm()) > 0.01 * 2
-
-
-def one_by_one(clients):
-    drawn = [task.sampler.draw_persons(task.data, clients.spec.max_records_per_person) for task in clients.tasks]
-    return [[[index] for person in each for index in person] for each in drawn]
+    records = random_records(6)
+    one, total = (of_persons(records, ["one"] * 6), alone(records))
+    found = [sums(model, task_of(model, each, m=6, local_steps=1, clip_norm=0.01))[0] for each in (one, total)]
+    assert float(found[0].norm()) <= 0.01 < 0.02 < float(found[1].norm())
 
 
 @pytest.mark.parametrize("way", ["all", "head"])
@@ -257,14 +245,11 @@ def test_every_choice_of_a_persons_records_is_as_likely_as_any_other():
     assert all(abs(number - 400) < 97 for number in seen.values())
 
 
-def test_a_persons_choice_depends_on_nobody_else():
+def test_a_persons_choice_depends_on_nobody_else_and_on_the_step(model):
     key = b"key"
     places = [some_of("one", [offset + step for step in range(9)], 4, key) for offset in (0, 50)]
     assert [place + 50 for place in places[0]] == places[1]
     assert some_of("other", range(9), 4, key) != places[0]
-
-
-def test_each_step_draws_other_records(model):
     records = of_persons(random_records(30), ["one"] * 30)
     sampler = task_of(model, records).sampler
     assert len({tuple(sampler.draw_persons(records, 3)[0]) for _ in range(10)}) > 5
@@ -274,17 +259,12 @@ def test_an_evaluation_counts_the_mean_of_a_persons_records(model):
     records = shuffled()
     pairs = [count(model, model.initial, {}, records.part([index])) for index in range(len(records))]
     expected = sum(torch.stack([pairs[place] for place in own]).mean(dim=0) for _, own in records.by_person)
-    task = dataclasses.replace(
-        task_of(model, records), adapter=model.initial, spec=UpdateSpec.counts(0.0, max_records_per_person=7)
-    )
-    task = dataclasses.replace(task, sampler=task.spec.sampler(9, SeededSource(0), SeededSource(1)))
+    spec = UpdateSpec.counts(0.0, max_records_per_person=7)
+    sampler = spec.sampler(9, SeededSource(0), SeededSource(1))
+    task = dataclasses.replace(task_of(model, records), adapter=model.initial, spec=spec, sampler=sampler)
     found = local_update(model, task)
     torch.testing.assert_close(found.noised, expected, atol=1e-5, rtol=0)
     assert float(found.noised.sum()) <= len(SIZES)
     assert found.event.unit == "person"
-
-
-def test_an_evaluation_of_one_record_each_is_that_of_records_to_the_bit(model):
-    records = random_records(12)
-    by_person = count(model, read(model.peft_model), {}, alone(records), [[index] for index in range(12)])
-    assert torch.equal(by_person, count(model, read(model.peft_model), {}, records))
+    of_one_each = count(model, model.initial, {}, alone(records), [[index] for index in range(len(records))])
+    assert torch.equal(of_one_each, sum(pairs)), "persons of one record each count as records do"
