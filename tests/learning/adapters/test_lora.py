@@ -1,17 +1,24 @@
-"""Adapters are ordinary peft adapters: saved, loaded by peft alone, and restored with their pooling."""
+"""Adapters are ordinary peft adapters: saved, loaded by peft alone, and restored with their pooling.
+
+So are those with R between frozen singular vectors, which are equal on every machine and add nothing at the start.
+"""
 
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import LoraSettings, attach, load_base, pooling, read, save, write
+from fedpriv.learning.adapters import LoraSettings, attach, leading_block, load_base, pooling, read, save, write
+from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX, as_ordinary
 from fedpriv.learning.adapters._base_models import resolve
+from fedpriv.learning.adapters.lora import _singular_factors
 from tests import architectures
 from tests.architectures import random_model
 from tests.tiny import BATCH, move, tiny_causal
@@ -198,3 +205,155 @@ def test_an_orthonormal_a_spans_what_pefts_random_one_does(tiny_bert):
         torch.testing.assert_close(rows @ rows.T, torch.eye(4), atol=1e-6, rtol=0)
         torch.testing.assert_close(plain[name] @ rows.T @ rows, plain[name], atol=1e-6, rtol=0)
     assert all(torch.equal(plain[name], turned[name]) for name in plain if name not in names)
+
+
+# ---------------------------------------------------------------- R between frozen factors
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_singular_values(values: list[float]) -> torch.Tensor:
+    """A square matrix of this size with these singular values."""
+    left, right = (torch.linalg.qr(drawn(len(values), len(values), seed=seed).double()).Q for seed in (1, 2))
+    return left @ torch.tensor(values, dtype=torch.float64).diag() @ right
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9), (7, 7)])
+@pytest.mark.parametrize("rank", [1, 4, 6])
+def test_the_factors_are_orthonormal_and_span_the_best_approximation_of_that_rank(shape, rank):
+    weight = drawn(*shape)
+    b, a = _singular_factors(weight, rank)
+    assert (b.shape, a.shape) == ((shape[0], rank), (rank, shape[1]))
+    assert b.dtype == a.dtype == torch.float32
+    for rows in (a, b.T):
+        torch.testing.assert_close(rows @ rows.T, torch.eye(rank), atol=1e-6, rtol=0)
+    u, s, v = np.linalg.svd(weight.double().numpy())
+    best = torch.from_numpy((u[:, :rank] * s[:rank]) @ v[:rank])
+    projected = b.double() @ (b.T.double() @ weight.double() @ a.T.double()) @ a.double()
+    torch.testing.assert_close(projected, best, atol=1e-5, rtol=0)
+    assert all(row[row.abs().argmax()] > 0 for row in a)
+
+
+def test_a_machine_that_finds_other_signs_gets_the_same_factors(monkeypatch):
+    weight, plain = drawn(8, 6), torch.linalg.svd
+    here = _singular_factors(weight, 4)
+
+    def elsewhere(matrix, full_matrices):
+        u, s, v = plain(matrix, full_matrices=full_matrices)
+        signs = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+        return u * signs, s, v * signs[:, None]
+
+    monkeypatch.setattr(torch.linalg, "svd", elsewhere)
+    assert all(torch.equal(one, other) for one, other in zip(here, _singular_factors(weight, 4), strict=True))
+
+
+@pytest.mark.parametrize("values", [[3.0, 2.0, 2.0, 1.0], [3.0, 2.0, 1.0, 1.0], [3.0, 2.0, 0.0, 0.0]])
+def test_vectors_that_the_weight_does_not_determine_are_refused(values):
+    weight = with_singular_values(values)
+    with pytest.raises(ValueError, match="rank = 3: two of the weight's largest singular values are equal"):
+        _singular_factors(weight, 3)
+    _singular_factors(weight, 1)
+
+
+def test_rounding_in_float64_moves_factors_that_are_taken_by_no_more_than_float32_does():
+    """The least gap that is taken, on a matrix that is off by rounding."""
+    weight = with_singular_values([3.0, 2.0, 2.0 - 4e-6, 1.0])
+    off = weight * (1 + 2e-16 * drawn(4, 4, seed=5).double())
+    for one, other in zip(_singular_factors(weight, 3), _singular_factors(off, 3), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_an_r_of_a_smaller_rank_is_saved_as_the_larger_one_with_zeros_around_it(base, tiny_bert, tmp_path, rank):
+    model = move(attach(base, LoraSettings(rank=5, alpha=20.0, trains="lora-r")))
+    narrow = leading_block(read(model), rank)
+    padded = {
+        name: F.pad(tensor, (0, 5 - rank, 0, 5 - rank)) if name.endswith(INNER_SUFFIX) else tensor
+        for name, tensor in narrow.items()
+    }
+    functions = []
+    for name, adapter in (("narrow", narrow), ("padded", padded)):
+        save(model, base, tmp_path / name, adapter=adapter, labels=("x", "y", "z"))
+        functions.append(fedpriv.learning.adapters.load(str(tiny_bert), tmp_path / name)(**BATCH).logits)
+        write(model, adapter)
+        functions.append(model(**BATCH).logits)
+    for function in functions[1:]:
+        torch.testing.assert_close(function, functions[0], atol=1e-6, rtol=1e-5)
+    settings = json.loads((tmp_path / "narrow" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (rank, 4.0 * rank)
+
+
+def agreeing(folder, kind, **settings) -> PeftModel:
+    """A causal model whose saved adapter peft loads by itself, with the same function."""
+    base = tiny_causal(kind)
+    base.model.save_pretrained(folder / "base")
+    model = move(attach(base, LoraSettings(trains="lora-r", task="CAUSAL_LM", **settings)))
+    save(model, base, folder / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(folder / "base")
+    reloaded = PeftModel.from_pretrained(plain, folder / "adapter").eval()
+    torch.testing.assert_close(reloaded(**BATCH).logits, model(**BATCH).logits, atol=1e-5, rtol=1e-5)
+    return model
+
+
+def test_layers_of_different_sizes_are_saved_at_one_rank_that_peft_loads(tmp_path):
+    """A llama's values are half as wide as its queries."""
+    model = agreeing(tmp_path, "llama", rank=24, alpha=96.0, target_modules=("q_proj", "v_proj"))
+    sizes = {t.shape for name, t in read(model).items() if name.endswith(INNER_SUFFIX)}
+    assert len(sizes) == 2, "the test would prove nothing"
+
+
+def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(base):
+    model = move(attach(base, LoraSettings(rank=3, trains="lora-r")))
+    before = read(model)
+    larger = {name: F.pad(t, (0, 1, 0, 1)) if name.endswith(INNER_SUFFIX) else t for name, t in before.items()}
+    with pytest.raises(ValueError, match="has shape"):
+        write(model, larger)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in read(model).items())
+
+
+@pytest.mark.parametrize(("rank", "size"), [(3, 3), (100, 64)], ids=["smaller", "larger than the weight"])
+def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(base, rank, size):
+    expected = base.model(**BATCH).logits
+    model = attach(base, LoraSettings(rank=rank, alpha=200.0, trains="lora-r"))
+    assert torch.equal(model(**BATCH).logits, expected)
+    inner = {name: tensor for name, tensor in read(model).items() if "lora" in name}
+    assert len(inner) == 4
+    assert all(name.endswith(INNER_SUFFIX) and not t.any() and t.shape == (size, size) for name, t in inner.items())
+
+
+def test_what_is_saved_is_plain_lora_with_the_same_function(base, tiny_bert, tmp_path):
+    model = move(attach(base, LoraSettings(rank=3, trains="lora-r")))
+    expected = model(**BATCH).logits
+    save(model, base, tmp_path, labels=("x", "y", "z"))
+    plain_base = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing.*")
+        plain = PeftModel.from_pretrained(plain_base, tmp_path)
+    inside, stored = get_peft_model_state_dict(model), get_peft_model_state_dict(plain)
+    assert not [name for name in stored if ".R." in name]
+    for name in (name for name in stored if name.endswith(".lora_B.weight")):
+        stem = name.removesuffix(".weight")
+        torch.testing.assert_close(
+            stored[name], inside[f"{stem}.default.B.weight"] @ inside[f"{stem}.default.R.weight"]
+        )
+    loaded = fedpriv.learning.adapters.load(str(tiny_bert), tmp_path)
+    torch.testing.assert_close(loaded(**BATCH).logits, expected, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(
+        base.model(**BATCH).logits, load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).model(**BATCH).logits
+    )
+
+
+def test_weights_that_are_stored_transposed_have_the_same_r(tmp_path):
+    model = agreeing(tmp_path, "gpt2", rank=2)
+    weight = model.get_submodule("base_model.model.transformer.h.0.attn.c_attn").get_base_layer().weight
+    b, a = _singular_factors(weight.T, 2)
+    name = "base_model.model.transformer.h.0.attn.c_attn.lora_"
+    assert torch.equal(get_peft_model_state_dict(model)[f"{name}A.weight"], a)
+    assert torch.equal(get_peft_model_state_dict(model)[f"{name}B.default.B.weight"], b)
+
+
+def test_an_adapter_without_r_is_left_as_it_is():
+    tensors = {"m.lora_A.weight": drawn(2, 3), "m.lora_B.weight": drawn(4, 2), "head.weight": drawn(2, 4)}
+    assert as_ordinary(tensors) == tensors

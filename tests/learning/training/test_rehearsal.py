@@ -9,8 +9,8 @@ import torch
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import read
 from fedpriv.learning.adapters._arithmetic import Product, factors_of
-from fedpriv.learning.training import rehearsal
-from fedpriv.learning.training._passes import padded
+from fedpriv.learning.training import rehearsal, workbench
+from fedpriv.learning.training._passes import RECORDS_OF_A_STEP, padded
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.rehearsal import rehearse, synthetic_records
 from fedpriv.privacy.mechanisms.sources import SecureSource
@@ -215,3 +215,21 @@ def test_a_broadcast_with_which_no_gradient_is_finite_is_refused(model, changes)
     with pytest.raises(InputError, match=r"a bert model cannot train here \(its losses or gradients are NaN"):
         run(model, adapter=broken, spec=changed(**changes))
     run(model, spec=changed(**changes))
+
+
+@pytest.mark.slow
+def test_the_speed_is_the_records_of_all_timed_updates_over_their_time(monkeypatch):
+    updates = []
+    compute = workbench.local_update
+
+    def counted(model, task):
+        assert len(task.data) == RECORDS_OF_A_STEP
+        updates.append(time.perf_counter())
+        return compute(model, task)
+
+    monkeypatch.setattr(workbench, "local_update", counted)
+    found = workbench.records_per_second(at_least_seconds=0.01)
+    passed = time.perf_counter() - updates[1]
+    assert len(updates) >= 2
+    assert found >= (len(updates) - 1) * RECORDS_OF_A_STEP / passed
+    assert found <= 1.5 * (len(updates) - 1) * RECORDS_OF_A_STEP / passed
