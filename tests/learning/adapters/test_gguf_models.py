@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import LoraSettings, attach, load_base, lora
 from fedpriv.learning.adapters import _base_models as base_models
 from fedpriv.learning.adapters import _locations as locations
+from fedpriv.learning.adapters import load_base
 from fedpriv.learning.adapters._base_models import resolve
 from tests.tiny_gguf import tiny_llama, write_gguf
 
@@ -120,11 +120,3 @@ def test_the_bundled_model_has_two_names_and_one_file(file, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     names = (locations.BUNDLED_LANGUAGE_MODEL, locations.LANGUAGE_MODEL_ON_HUB)
     assert {locations.locate(name) for name in names} == {package / "model.gguf"}
-
-
-def test_a_saved_adapter_names_the_file_and_no_folder(file, tmp_path):
-    base = load_base(str(file), task="CAUSAL_LM")
-    lora.save(attach(base, LoraSettings(rank=2, task="CAUSAL_LM")), base, tmp_path / "adapter")
-    written = (tmp_path / "adapter" / "adapter_config.json").read_text()
-    assert str(tmp_path) not in written
-    assert f'"base_model_name_or_path": "{file.name}"' in written

@@ -235,16 +235,15 @@ def test_a_saved_adapter_gives_the_same_logits_in_every_way_it_can_be_loaded(fol
         fedpriv.learning.adapters.load(load_base(str(folder), task="SEQ_CLS", num_labels=3), directory)
 
 
-@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("kind", ["bert", *DECODERS])
 def test_a_head_alone_is_trained_while_a_and_b_are_saved_as_they_are(folder, tmp_path):
     base = load_unit(folder)
     model = move(attach(base, LoraSettings(rank=2, trains="head")))
     assert all("lora" not in name for name in read(model))
     training = TrainingModel(model, memory_limit=2**30)
     assert [type(layer.module) for layer in training.layers.values()] == [nn.Linear]
-    expected = model(**BATCH).logits
     save(model, base, tmp_path / "adapter", labels=("x", "y", "z"))
     loaded = fedpriv.learning.adapters.load(str(folder), tmp_path / "adapter")
-    assert torch.equal(loaded(**BATCH).logits, expected)
+    assert torch.equal(loaded(**BATCH).logits, model(**BATCH).logits)
     factors = {name: p for name, p in loaded.named_parameters() if ".lora_" in name}
     assert all(bool(p.any()) == (".lora_A." in name) for name, p in factors.items())

@@ -118,16 +118,17 @@ def test_new_adapter_leaves_the_function_unchanged_and_follows_its_seed(tiny_ber
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_write_sets_what_read_gives_and_refuses_another_shape(base):
-    model = attach(base, LoraSettings())
+@pytest.mark.parametrize("trains", ["lora", "lora-r"])
+def test_write_sets_what_read_gives_and_what_does_not_fit_leaves_the_model_as_it_was(base, trains):
+    model = attach(base, LoraSettings(rank=3, trains=trains))
     adapter = {name: tensor + 1 for name, tensor in read(model).items()}
     write(model, adapter)
-    assert all(torch.equal(read(model)[name], adapter[name]) for name in adapter)
-    name = next(iter(adapter))
-    with pytest.raises(ValueError, match="has shape"):
-        write(model, {**adapter, name: torch.zeros(1)})
-    with pytest.raises(ValueError, match="one side only"):
-        write(model, {"other": adapter[name]})
+    name = next(name for name in adapter if "lora" in name)
+    larger = {name: F.pad(adapter[name], (0, 1, 0, 1))}
+    for wrong, message in ((adapter | larger, "has shape"), ({"other": adapter[name]}, "one side only")):
+        with pytest.raises(ValueError, match=message):
+            write(model, wrong)
+    assert all(torch.equal(tensor, adapter[name]) for name, tensor in read(model).items())
 
 
 def test_layers_choose_where_the_adapter_sits(base):
@@ -292,7 +293,10 @@ def agreeing(folder, kind, **settings) -> PeftModel:
     model = move(attach(base, LoraSettings(trains="lora-r", task="CAUSAL_LM", **settings)))
     save(model, base, folder / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(folder / "base")
-    reloaded = PeftModel.from_pretrained(plain, folder / "adapter").eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing.*")
+        reloaded = PeftModel.from_pretrained(plain, folder / "adapter").eval()
+    assert not [name for name in get_peft_model_state_dict(reloaded) if ".R." in name]
     torch.testing.assert_close(reloaded(**BATCH).logits, model(**BATCH).logits, atol=1e-5, rtol=1e-5)
     return model
 
@@ -304,15 +308,6 @@ def test_layers_of_different_sizes_are_saved_at_one_rank_that_peft_loads(tmp_pat
     assert len(sizes) == 2, "the test would prove nothing"
 
 
-def test_an_r_that_does_not_fit_leaves_the_model_as_it_was(base):
-    model = move(attach(base, LoraSettings(rank=3, trains="lora-r")))
-    before = read(model)
-    larger = {name: F.pad(t, (0, 1, 0, 1)) if name.endswith(INNER_SUFFIX) else t for name, t in before.items()}
-    with pytest.raises(ValueError, match="has shape"):
-        write(model, larger)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in read(model).items())
-
-
 @pytest.mark.parametrize(("rank", "size"), [(3, 3), (100, 64)], ids=["smaller", "larger than the weight"])
 def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(base, rank, size):
     expected = base.model(**BATCH).logits
@@ -321,28 +316,6 @@ def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(base, rank, size)
     inner = {name: tensor for name, tensor in read(model).items() if "lora" in name}
     assert len(inner) == 4
     assert all(name.endswith(INNER_SUFFIX) and not t.any() and t.shape == (size, size) for name, t in inner.items())
-
-
-def test_what_is_saved_is_plain_lora_with_the_same_function(base, tiny_bert, tmp_path):
-    model = move(attach(base, LoraSettings(rank=3, trains="lora-r")))
-    expected = model(**BATCH).logits
-    save(model, base, tmp_path, labels=("x", "y", "z"))
-    plain_base = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=3)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*missing.*")
-        plain = PeftModel.from_pretrained(plain_base, tmp_path)
-    inside, stored = get_peft_model_state_dict(model), get_peft_model_state_dict(plain)
-    assert not [name for name in stored if ".R." in name]
-    for name in (name for name in stored if name.endswith(".lora_B.weight")):
-        stem = name.removesuffix(".weight")
-        torch.testing.assert_close(
-            stored[name], inside[f"{stem}.default.B.weight"] @ inside[f"{stem}.default.R.weight"]
-        )
-    loaded = fedpriv.learning.adapters.load(str(tiny_bert), tmp_path)
-    torch.testing.assert_close(loaded(**BATCH).logits, expected, atol=1e-6, rtol=1e-5)
-    assert not torch.allclose(
-        base.model(**BATCH).logits, load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).model(**BATCH).logits
-    )
 
 
 def test_weights_that_are_stored_transposed_have_the_same_r(tmp_path):

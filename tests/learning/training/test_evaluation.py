@@ -1,6 +1,7 @@
 """An evaluation counts what the model predicts."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,31 +41,26 @@ def test_passes_hold_every_record_once_and_are_bounded_in_tokens(num, longest):
     assert all(len(positions) * max(num_tokens(items[i]) for i in positions) <= 4096 for positions in passes)
 
 
-def test_perplexity_is_that_of_transformers_own_loss_over_all_tokens(causal):
-    model = TrainingModel(causal("llama"), memory_limit=2**30)
-    records = random_records(70, classes=0, seed=5)
-    total = count = 0.0
-    for tokens in records.features["input_ids"]:
-        with torch.no_grad():
-            loss = model.peft_model(input_ids=tokens[None], labels=tokens[None]).loss
-        total += float(loss) * (len(tokens) - 1)
-        count += len(tokens) - 1
-    found = evaluate(model, records)
-    assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
-    assert found.confusion is None
-
-
-def test_perplexity_of_responses_is_that_of_transformers_with_masked_prompts(causal):
+@pytest.mark.parametrize("masked", [False, True], ids=["bare text", "responses"])
+def test_perplexity_is_that_of_transformers_own_losses_of_what_is_learned(causal, masked):
     model = TrainingModel(causal("llama"), memory_limit=2**30)
     pairs = [(prompt, prompt[::-1]) for prompt in random_prompts(20)] + [([5, 6], [])]
-    found = evaluate(model, records_of(pairs)).tokens
-    for i, (prompt, response) in enumerate(pairs[:-1]):
-        labels = torch.tensor([[-100] * len(prompt) + response])
+    records = records_of(pairs)
+    if not masked:
+        records = replace(records, features={"input_ids": records.features["input_ids"]})
+    found, total, count = evaluate(model, records), 0.0, 0
+    for i, (prompt, response) in enumerate(pairs):
+        labels = torch.tensor([([-100] * len(prompt) if masked else prompt) + response])
+        num = len(response) if masked else len(prompt + response) - 1
         with torch.no_grad():
-            loss = model.peft_model(input_ids=torch.tensor([prompt + response]), labels=labels).loss
-        assert found.counts[i] == len(response)
-        assert found.sums[i] / len(response) == pytest.approx(float(loss), rel=1e-4)
-    assert (found.counts[-1], found.sums[-1]) == (0, 0.0), "a response that is cut away counts for nothing"
+            loss = (
+                float(model.peft_model(input_ids=torch.tensor([prompt + response]), labels=labels).loss) if num else 0.0
+            )
+        assert found.tokens.counts[i] == num, "a response that is cut away counts for nothing"
+        assert found.tokens.sums[i] == pytest.approx(num * loss, rel=1e-4)
+        total, count = total + num * loss, count + num
+    assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+    assert found.confusion is None
 
 
 def test_every_token_counts_the_same_and_without_any_there_is_no_perplexity():

@@ -13,7 +13,7 @@ from fedpriv.learning.data.text import TextData
 from fedpriv.learning.training.local_update import ClientUpdate
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.private_sums import PoissonSampler
-from fedpriv.learning.training.stacked import execute_stacked, local_update
+from fedpriv.learning.training.stacked import execute_stacked
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.learning.training.test_local_update import make_task
 from tests.marks import slow
@@ -175,12 +175,6 @@ def test_a_length_without_room_for_a_token_of_text_is_refused(tokenizer):
     for length, pairs in ((2, False), (1, False), (4, True)):
         with pytest.raises(InputError, match=f"max_length = {length}: must be at least"):
             check_max_length(tokenizer, length, pairs=pairs)
-
-
-def test_a_failure_that_no_record_causes_is_still_raised(encoder, make_records):
-    model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
-    with pytest.raises(ValueError, match="optimizer"):
-        local_update(model, make_task(model, make_records(4), optimizer="lion"))
 
 
 GRADIENTS = [{}, {"noise_on": "upload"}, {"clipping": "batch"}, {"trains": "head"}, {"max_records_per_person": 2}]
