@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fedpriv.config import ON_NODES, parse, to_toml
 from fedpriv.errors import InputError
@@ -13,7 +13,8 @@ from fedpriv.models.publishing import saved
 from fedpriv.models.publishing.export import export
 from fedpriv.models.variants import folders
 from tests import architectures
-from tests.architectures import random_model
+from tests.learning.adapters.test_heads import classifier
+from tests.marks import slow
 from tests.served import ask_classes, described, serving
 from tests.tiny import BATCH, LABELS
 
@@ -23,14 +24,9 @@ TEXT = "the patient has a rash"
 
 
 def checkpoint(folder, tiny_bert, kind, names=OTHER):
+    model = classifier(kind)
     if kind == "gpt2":
-        config = AutoConfig.for_model("gpt2", **architectures.DECODERS["gpt2"], num_labels=3)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = AutoModelForSequenceClassification.from_config(config)
         model.score.weight.data.mul_(30)
-    else:
-        model = random_model(kind)
     model.config.id2label = dict(enumerate(names))
     model.config.label2id = {name: row for row, name in enumerate(names)}
     return architectures.save(model, folder, tokenizer_of=tiny_bert)
@@ -40,7 +36,7 @@ def logits(folder, **labels):
     return load_base(str(folder), task="SEQ_CLS", **labels).model(**BATCH).logits
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "gpt2"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "gpt2", *slow("distilbert")])
 def test_its_rows_stand_in_the_order_of_the_labels(kind, tiny_bert, tmp_path):
     folder = checkpoint(tmp_path / kind, tiny_bert, kind)
     as_they_are = logits(folder, num_labels=3)

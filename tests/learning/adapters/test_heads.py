@@ -8,15 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    BartConfig,
-    BartForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
@@ -27,7 +19,7 @@ from fedpriv.learning.training.per_sample import per_sample_gradients
 from tests import architectures
 from tests.architectures import random_base, random_model
 from tests.marks import slow
-from tests.tiny import BATCH, llama_config, move, random_records
+from tests.tiny import BATCH, move, random_records
 
 PAGE = Path(__file__).parents[3] / "docs" / "base_models.md"
 # {architecture: what is trained} of the page's table of encoders.
@@ -41,11 +33,9 @@ DECODERS = ("gpt2", "llama")
 def classifier(kind):
     if kind not in DECODERS:
         return random_model(kind).eval()
+    config = AutoConfig.for_model(kind, **architectures.DECODERS[kind] | {"num_labels": 3})
     torch.manual_seed(0)
-    if kind == "llama":
-        return LlamaForSequenceClassification(llama_config(40, num_hidden_layers=2, num_labels=3)).eval()
-    config = GPT2Config(vocab_size=40, pad_token_id=0, num_labels=3, n_embd=32, n_layer=2, n_head=2)
-    return GPT2ForSequenceClassification(config).eval()
+    return AutoModelForSequenceClassification.from_config(config).eval()
 
 
 @pytest.fixture
@@ -133,7 +123,8 @@ def test_what_has_no_such_head_is_refused_by_name():
     with pytest.raises(ValueError, match="pooling = 'unit-median': must be one of model, mean, cls, max, last, unit-"):
         pooling.apply(random_model("bert"), "unit-median")
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 60, "num_labels": 3}
-    model = BartForSequenceClassification(BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2))
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bart", **sizes))
     with pytest.raises(InputError, match=r"model = 'bart': it is an encoder with a decoder.*recipe = per-sample"):
         freeze("bart", model, None, task="SEQ_CLS", normalize=True)
 

@@ -15,14 +15,7 @@ from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, load_base
 from fedpriv.learning.adapters import _base_formats as base_formats
 from fedpriv.learning.adapters._arithmetic import Product
-from fedpriv.learning.adapters._base_formats import (
-    base_dtype,
-    frozen_base,
-    is_quantised,
-    quantise,
-    restore_float32,
-    to_bfloat16,
-)
+from fedpriv.learning.adapters._base_formats import base_dtype, quantise, to_bfloat16
 from fedpriv.learning.aggregation.rules import RULES
 from fedpriv.learning.data.records import collate
 from fedpriv.learning.training import _admission as admission
@@ -115,7 +108,7 @@ def test_records_that_share_passes_change_one_another_by_rounding_alone(kind, ca
 @pytest.mark.parametrize("normalize", [True, *slow(False)])
 def test_only_the_frozen_base_is_converted_and_what_a_head_reads_is_not_rounded(trains, normalize):
     model, records = in_bfloat16("bert", trains=trains, normalize=normalize), records_for("bert")
-    frozen = frozen_base(model.peft_model)
+    frozen = base_formats.frozen_base(model.peft_model)
     for name, parameter in model.peft_model.named_parameters():
         assert parameter.dtype == (torch.bfloat16 if name in frozen else torch.float32), name
     assert all(tensor.dtype == torch.float32 for tensor in model.initial.values())
@@ -137,7 +130,7 @@ def test_restoring_gives_the_same_bits_as_before():
     attention = model.config._attn_implementation
     before = to_bfloat16(model)
     assert model.config._attn_implementation == "eager"
-    restore_float32(model, before)
+    base_formats.restore_float32(model, before)
     assert base_dtype(model) == torch.float32
     assert model.config._attn_implementation == attention
     assert torch.equal(gradients(build(model), records)[0], expected)
@@ -253,8 +246,8 @@ def test_linear_layers_of_the_body_alone_are_quantised_and_it_is_the_same_model_
     assert not any(part in name for name in in_bytes for part in ("embed", "lm_head", "classifier", "lora_"))
     assert {p.dtype for name, p in model.peft_model.named_parameters() if name not in in_bytes} == {torch.float32}
     assert (model.base_dtype, model.base_dtype_name) == (torch.float32, "nf4")
-    assert is_quantised(model.peft_model)
-    assert not is_quantised(nn.Linear(2, 2))
+    assert base_formats.is_quantised(model.peft_model)
+    assert not base_formats.is_quantised(nn.Linear(2, 2))
     expected, found = (gradients(each, records_for(kind))[0] for each in (plain, model))
     assert 0.8 < torch.nn.functional.cosine_similarity(found, expected).mean() < 0.9999
 

@@ -4,12 +4,13 @@ import dataclasses
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
 from transformers import CanineConfig, CanineModel
 
-from fedpriv.config import RunConfig, Trains
+from fedpriv.config import RunConfig
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach
 from fedpriv.learning.adapters._base_formats import to_bfloat16
@@ -32,19 +33,11 @@ WORKERS = (1, 3, 2, 5, 7)
 
 
 def training_model(
-    kind: str,
-    *,
-    layers: str = "all",
-    rank: int = 4,
-    trains: Trains = "lora",
-    normalize: bool = False,
-    alone: bool = True,
-    bfloat16: bool = False,
-    **sizes: int,
+    kind: str, *, normalize: bool = False, alone: bool = True, bfloat16: bool = False, **settings: Any
 ) -> TrainingModel:
     task = "SEQ_CLS" if kind in ENCODERS else "CAUSAL_LM"
-    settings = LoraSettings(rank=rank, layers=layers, task=task, target_modules=TARGETS.get(kind, ()), trains=trains)
-    peft_model = move(attach(random_base(kind, normalize=normalize, **sizes), settings))
+    settings = {"rank": 4, "task": task, "target_modules": TARGETS.get(kind, ())} | settings
+    peft_model = move(attach(random_base(kind, normalize=normalize), LoraSettings(**settings)))
     if bfloat16:
         to_bfloat16(peft_model)
     model = TrainingModel(peft_model, memory_limit=2**30, max_length=40, alone=alone)
@@ -57,14 +50,9 @@ def gradients(
 ) -> list[torch.Tensor]:
     """[client] The per-sample gradients of the drawn records, [records, values], in the order of drawing."""
     rounds, num_registered = (1000, 8) if cached else (1, 16)
-    tasks = [
-        dataclasses.replace(
-            make_task(model, records, num_rounds=rounds, local_steps=1),
-            sampler=PoissonSampler(num_registered=num_registered, expected_batch_size=8, source=SeededSource()),
-            noise=None,
-        )
-        for records, _ in clients
-    ]
+    sampler = PoissonSampler(num_registered=num_registered, expected_batch_size=8, source=SeededSource())
+    tasks = [make_task(model, records, num_rounds=rounds, local_steps=1) for records, _ in clients]
+    tasks = [dataclasses.replace(task, sampler=sampler, noise=None) for task in tasks]
     joined = stacked._Clients.of(model, tasks)
     drawn = [(client, index) for client, (_, indices) in enumerate(clients) for index in indices]
     rows = shared(len(drawn), joined.layout.size, dtype=torch.float32)

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedpriv.errors import InputError
-from fedpriv.learning.training.private_sums import (
-    MOST_REGISTERED,
-    MOST_ROWS,
-    PoissonSampler,
-    add_clipped,
-    add_finite,
-    clipped_rows,
-    clipped_sums,
-    part_norms,
-)
+from fedpriv.learning.training import private_sums
+from fedpriv.learning.training.private_sums import PoissonSampler, add_clipped, clipped_rows, clipped_sums
 from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 from tests.marks import slow
 
@@ -78,11 +70,11 @@ def test_the_probability_follows_the_registered_number_and_at_one_every_record_i
 
 def test_one_record_more_than_may_be_registered_does_not_decide_whether_the_others_count():
     """Before, it failed the draw, and the upload was noise alone."""
-    sampler = PoissonSampler(num_registered=MOST_REGISTERED, expected_batch_size=16, source=SecureSource())
-    held = [len(sampler.draw(MOST_REGISTERED + more)) for more in (0, 1)]
+    sampler = PoissonSampler(num_registered=private_sums.MOST_REGISTERED, expected_batch_size=16, source=SecureSource())
+    held = [len(sampler.draw(private_sums.MOST_REGISTERED + more)) for more in (0, 1)]
     assert all(stats.poisson.cdf(number, 16) < 1 - 1e-9 for number in held)
     with pytest.raises(InputError, match="at most 16777216"):  # which is public, and so refused before the charge
-        PoissonSampler(num_registered=MOST_REGISTERED + 1, expected_batch_size=16, source=SecureSource())
+        PoissonSampler(num_registered=private_sums.MOST_REGISTERED + 1, expected_batch_size=16, source=SecureSource())
 
 
 @pytest.mark.parametrize(("registered", "batch"), [(10, 11), (10, 0), (0, 1)])
@@ -123,7 +115,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(num, seed, scale, cli
 def test_a_norm_that_rounds_to_the_clip_norm_does_not_exceed_it():
     for seed in range(20):
         row = random_rows(1, seed)
-        clip_norm = float(part_norms(row, JOINT))
+        clip_norm = float(private_sums.part_norms(row, JOINT))
         for clipped in (clipped_rows(row, clip_norm, JOINT)[0], clipped_sum(row, clip_norm)):
             exact = sum(Fraction(value) ** 2 for value in clipped.tolist())
             assert Fraction(clip_norm * (1 - 1e-6)) ** 2 <= exact <= Fraction(clip_norm) ** 2
@@ -146,7 +138,9 @@ def test_small_gradients_pass_unchanged_and_large_ones_keep_their_direction():
     torch.testing.assert_close(clipped_sum(small), small[0].double(), rtol=0, atol=2**-32)  # the grid of the sums
     clipped = clipped_sum(large)
     assert norm(clipped) == pytest.approx(1.0, abs=1e-5)
-    torch.testing.assert_close(clipped * part_norms(large, JOINT)[0, 0], large[0].double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        clipped * private_sums.part_norms(large, JOINT)[0, 0], large[0].double(), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("parts", [JOINT, TWO], ids=["whole", "in parts"])
@@ -157,7 +151,7 @@ def test_a_record_that_is_not_finite_in_a_part_counts_as_zero_and_leaves_the_oth
     assert torch.equal(clipped_sum(rows, 1.0, parts), clipped_sum(rows[[0, 2]], 1.0, parts))
     assert not clipped_rows(rows, 1.0, parts)[1].any()
     totals = torch.zeros(1, NUM_VALUES, dtype=torch.float64)
-    add_finite(totals, rows[:2], torch.tensor([0, 0]))
+    private_sums.add_finite(totals, rows[:2], torch.tensor([0, 0]))
     assert torch.equal(totals[0], rows[0].double())
 
 
@@ -169,10 +163,10 @@ def test_a_record_moves_the_largest_sum_by_no_more_than_the_clip_norm(clip_norm,
     one = torch.zeros(1, dtype=torch.int64)
     add_clipped(totals, row, one, clip_norm, (slice(0, 8),))
     single = int(totals[0, 0])
-    totals *= MOST_ROWS - 1
+    totals *= private_sums.MOST_ROWS - 1
     before = clipped_sums(totals, clip_norm)
     add_clipped(totals, row, one, clip_norm, (slice(0, 8),))
-    assert int(totals[0, 0]) == MOST_ROWS * single
+    assert int(totals[0, 0]) == private_sums.MOST_ROWS * single
     assert 0 < norm(clipped_sums(totals, clip_norm) - before) <= clip_norm
 
 

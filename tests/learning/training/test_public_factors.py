@@ -17,13 +17,7 @@ from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, load_base, read, save
 from fedpriv.learning.data.chat import ChatFormat
 from fedpriv.learning.training import public_factors
-from fedpriv.learning.training.public_factors import (
-    _inverse_root,
-    _public_records,
-    leading_directions,
-    readout_factors,
-    spoken_tokens,
-)
+from fedpriv.learning.training.public_factors import _public_records, leading_directions, readout_factors
 from fedpriv.learning.training.workbench import Workbench
 from server.observer import LogObserver
 from simulations.engines import federation
@@ -94,7 +88,7 @@ def answering(folder):
     ids=["one token", "a common beginning", "one begins the other"],
 )
 def test_the_tokens_that_r_moves_are_those_of_the_answers(responses, expected):
-    assert spoken_tokens(responses) == expected
+    assert public_factors.spoken_tokens(responses) == expected
 
 
 @pytest.mark.parametrize("places", [5, 40])
@@ -104,7 +98,7 @@ def test_the_inverse_root_is_that_of_the_second_moments_with_a_ridge(places):
     states *= torch.arange(1, 13)
     second = states.T @ states / places
     values, vectors = torch.linalg.eigh(second + 0.03 * second.diagonal().mean() * torch.eye(12))
-    torch.testing.assert_close(_inverse_root(states), (vectors * values.rsqrt()) @ vectors.T)
+    torch.testing.assert_close(public_factors._inverse_root(states), (vectors * values.rsqrt()) @ vectors.T)
 
 
 def test_a_whitens_what_the_layer_reads_on_public_prompts(answering):
@@ -130,7 +124,7 @@ def test_a_whitens_what_the_layer_reads_on_public_prompts(answering):
 def test_a_unit_of_r_moves_its_own_answer_by_about_one(base, scaling):
     model, _found = attached(base, rank=2, alpha=2 * scaling)
     rows = _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60)
-    tokens = spoken_tokens([row["input_ids"][row["response_mask"].index(1) :] for row in rows[:2]])
+    tokens = public_factors.spoken_tokens([row["input_ids"][row["response_mask"].index(1) :] for row in rows[:2]])
     inner = next(parameter for name, parameter in model.named_parameters() if ".R." in name)
     assert inner.shape == (len(tokens), 48)
 
