@@ -121,17 +121,6 @@ def test_targets_exclude_padding_on_either_side():
     assert _passes.next_token_targets(left).tolist() == [[IGNORED, 6, 7]]
 
 
-def test_causal_loss_is_the_mean_over_each_records_own_targets_and_zero_without_any():
-    logits = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(0))
-    batch = {
-        "input_ids": torch.tensor([[2, 3, 4, 0], [2, 1, 0, 0], [2, 0, 0, 0]]),
-        "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]),
-    }
-    first = F.cross_entropy(logits[0, :2], torch.tensor([3, 4]))
-    second = F.cross_entropy(logits[1, :1], torch.tensor([1]))
-    torch.testing.assert_close(predictions(logits, batch).losses, torch.stack([first, second, torch.tensor(0.0)]))
-
-
 def test_a_pass_is_as_large_as_the_caches_of_its_threads_and_never_larger_than_memory(monkeypatch):
     kept = Footprint(num_values=0, per_token=10, per_token_pair=0, widest_activation=1024, on_cpu=True)
     found = {}
@@ -141,12 +130,3 @@ def test_a_pass_is_as_large_as_the_caches_of_its_threads_and_never_larger_than_m
     assert found == {1: 64, 2: 64, 8: 256}
     assert kept.most_rows(16, 0, 10 * 640) == 10
     assert replace(kept, on_cpu=False).most_rows(16, 0, 1000 * 640) == 1000
-
-
-def test_classification_loss_does_not_depend_on_the_batch():
-    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([0, 1, 2, 0, 1])
-    together = predictions(logits, {"labels": labels})
-    alone = torch.cat([predictions(logits[i : i + 1], {"labels": labels[i : i + 1]}).losses for i in range(5)])
-    torch.testing.assert_close(together.losses, alone)
-    assert together.hits.tolist() == (logits.argmax(dim=1) == labels).float().tolist()
