@@ -59,13 +59,13 @@ def test_each_weight_starts_with_noise_of_a_quarter_at_most(noise):
     assert head.std().item() <= 1.05 * largest
 
 
-@pytest.mark.parametrize("share", [-0.5, 0.0, 1e-9])
-def test_a_class_whose_count_noise_has_wiped_out_does_not_blow_up(share):
-    aggregated = {WEIGHT: torch.full((3, 5), 0.1), BIAS: torch.full((3,), BIAS_SCALE**2 * 0.5), B: torch.ones(2, 2)}
-    aggregated[BIAS][0] = share
-    head = started(model(), aggregated, noise=0.01).adapter[WEIGHT]
-    assert torch.isfinite(head).all()
-    assert head.abs().max() < 20
+def test_a_class_whose_count_noise_has_wiped_out_does_not_blow_up():
+    for share in (-0.5, 0.0, 1e-9):
+        aggregated = {WEIGHT: torch.full((3, 5), 0.1), BIAS: torch.full((3,), BIAS_SCALE**2 * 0.5), B: torch.ones(2, 2)}
+        aggregated[BIAS][0] = share
+        head = started(model(), aggregated, noise=0.01).adapter[WEIGHT]
+        assert torch.isfinite(head).all()
+        assert head.abs().max() < 20
 
 
 def test_a_mean_that_noise_alone_makes_is_not_used_and_a_clear_one_is_kept():

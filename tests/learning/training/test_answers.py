@@ -36,7 +36,7 @@ def generated(model: TrainingModel, prompt: list[int], most: int, end: int) -> t
 
 
 def test_each_answer_is_what_generate_gives_alone(model):
-    prompts = random_prompts(12)
+    prompts = random_prompts(8)
     expected = [generated(model, prompt, 9, END) for prompt in prompts]
     # An end that some answers have and others have not, at different places.
     end = max({token for answer in expected for token in answer}, key=lambda t: sum(t in a for a in expected))
@@ -105,14 +105,11 @@ def likelihood_alone(model: TrainingModel, prompt: list[int], answer: list[int])
     return float(of_tokens[range(len(answer)), answer].sum())
 
 
-def test_each_likelihood_is_that_of_the_whole_text_alone(model):
-    prompts = random_prompts(11)
+def test_each_likelihood_is_that_of_the_whole_text_alone_and_all_probabilities_add_up_to_one(model):
+    prompts = random_prompts(6)
     expected = [[likelihood_alone(model, prompt, answer) for answer in ANSWERS.values()] for prompt in prompts]
     found = _log_likelihoods(model, choices(prompts, ANSWERS.values()))
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-5)
-
-
-def test_the_probabilities_of_all_texts_add_up_to_at_most_one(model):
     single = [(token,) for token in range(60)]
     assert np.exp(_log_likelihoods(model, choices([(4, 5, 6)], single))).sum() == pytest.approx(1)
 
@@ -123,19 +120,18 @@ def judged(model, prompts, answers, truth, **options):
     return evaluate(model, replace(records, choices=choices(prompts, answers, truth, **options)))
 
 
-@pytest.mark.parametrize("by_length", [False, True])
-def test_accuracy_is_that_of_brute_force(model, by_length):
-    answers = list(ANSWERS.values())
-    prompts = random_prompts(40, seed=3)
+def test_accuracy_is_that_of_brute_force(model):
+    answers, prompts = list(ANSWERS.values()), random_prompts(20, seed=3)
     scores = torch.tensor([[likelihood_alone(model, prompt, answer) for answer in answers] for prompt in prompts])
     best = scores.argmax(dim=1).tolist()
     per_token = (scores / torch.tensor([len(answer) for answer in answers])).argmax(dim=1).tolist()
     assert len(set(best)) > 1, "any constant guess would agree"
     assert best != per_token, "both ways of scoring would agree"
-    found = judged(model, prompts, answers, [i % 4 for i in range(40)], by_length=by_length)
-    assert found.accuracy == sum(i % 4 == one for i, one in enumerate(per_token if by_length else best)) / 40
-    assert [sum(row) for row in found.confusion] == [10] * 4
-    assert sum(found.confusion[i][i] for i in range(4)) == 40 * found.accuracy
+    for by_length, expected in ((False, best), (True, per_token)):
+        found = judged(model, prompts, answers, [i % 4 for i in range(20)], by_length=by_length)
+        assert found.accuracy == sum(i % 4 == one for i, one in enumerate(expected)) / 20
+        assert [sum(row) for row in found.confusion] == [5] * 4
+        assert sum(found.confusion[i][i] for i in range(4)) == 20 * found.accuracy
 
 
 def test_records_with_another_response_do_not_count_and_equal_choices_are_found_by_none(model):
@@ -186,7 +182,7 @@ def test_one_record_changes_the_counts_by_one_pair_and_no_other_records_part(ben
     adapter = lora.read_parameters(bench.model.parameters)
     data = bench.data.test
     whole = count(bench.model, adapter, {}, bench.tokenize_tested(data))
-    for gone in range(4):
+    for gone in range(2):
         rest = bench.tokenize_tested(data.part([row for row in range(len(data)) if row != gone]))
         assert sorted((whole - count(bench.model, adapter, {}, rest)).tolist()) == [0.0, 1.0]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
@@ -30,9 +30,12 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def saved(folder: Path, kind: str, tokenizer: Any = None) -> Path:
-    """The folder of a random model, with a tokenizer or without."""
-    random_model(kind).save_pretrained(folder)
+def saved(folder: Path, kind: str, tokenizer: Any = None, change: Callable[[Any], None] = lambda _model: None) -> Path:
+    """The folder of a random model that was changed, with a tokenizer or without."""
+    model = random_model(kind)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
@@ -70,22 +73,16 @@ def added_frame(folder: Path, kind: str) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": [f"[{number}]" for number in range(NUM_EMBEDDINGS)]})
     last = len(tokenizer) - 1
     end = tokenizer.convert_ids_to_tokens(last)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, last)]
-    )
+    frame = TemplateProcessing(single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, last)])
+    tokenizer.backend_tokenizer.post_processor = frame
     saved(folder, kind, tokenizer)
 
 
 def not_a_number(value: float, matrix: int) -> Callable[[Path, str], None]:
-    def save(folder: Path, kind: str) -> None:
-        saved(folder, kind, words(pad_token="[PAD]"))
-        loader = AutoModelForSequenceClassification if kind in ENCODERS else AutoModelForCausalLM
-        model = loader.from_pretrained(folder)
-        with torch.no_grad():
-            [p for p in model.parameters() if p.dim() > 1][matrix].view(-1)[-1] = value
-        model.save_pretrained(folder)
+    def damage(model: Any) -> None:
+        [p for p in model.parameters() if p.dim() > 1][matrix].view(-1)[-1] = value
 
-    return save
+    return lambda folder, kind: saved(folder, kind, words(pad_token="[PAD]"), damage)
 
 
 WAYS: Mapping[str, tuple[Callable[[Path, str], None], str]] = {
@@ -93,10 +90,7 @@ WAYS: Mapping[str, tuple[Callable[[Path, str], None], str]] = {
     "added words": (added_words, r"'<name \d+>'\) of its tokenizer has no embedding, of which there are 60; resize"),
     "added padding": (added_padding, r"token 60 \('\[PAD\]'\) .* no embedding, .* are 60; resize them to 61"),
     "added frame": (added_frame, r"'\[59\]'\) of its tokenizer has no embedding"),
-    "no padding": (
-        lambda folder, kind: saved(folder, kind, words()),
-        "neither a padding token nor one that ends a text; name a pad_token",
-    ),
+    "no padding": (lambda folder, kind: saved(folder, kind, words()), "neither a padding token nor .*name a pad_token"),
     "NaN in an embedding": (not_a_number(float("nan"), 0), "holds a value that is NaN or infinite; use an undamaged"),
     "infinity": (not_a_number(float("inf"), 1), "holds a value that is NaN or infinite; use an undamaged"),
 }
@@ -146,13 +140,11 @@ def test_a_length_that_positions_do_not_hold_is_refused_with_the_longest_that_th
     with pytest.raises(InputError, match=rf"^max_length = {at_most + 1}: .*( takes|; use) at most {at_most}$"):
         loaded(folder, keys, max_length=at_most + 1)
     loaded(folder, keys, max_length=at_most)
-
-
-def test_a_language_model_that_has_nothing_to_predict_is_refused(tmp_path):
-    folder = saved(tmp_path / "model", "gpt2", words(pad_token="[PAD]"))
-    with pytest.raises(InputError, match=r"^max_length = 1: a gpt2 model learns nothing of texts of so many tokens"):
-        loaded(folder, KINDS["a causal language model"][1], max_length=1)
-    loaded(folder, KINDS["a causal language model"][1], max_length=2)
+    if kind == "gpt2":
+        nothing = r"^max_length = 1: a gpt2 model learns nothing of texts of so many tokens"
+        with pytest.raises(InputError, match=nothing):
+            loaded(folder, keys, max_length=1)
+        loaded(folder, keys, max_length=2)
 
 
 def test_a_chat_whose_turns_have_no_embedding_is_refused(tmp_path):
@@ -168,10 +160,7 @@ def test_a_chat_whose_turns_have_no_embedding_is_refused(tmp_path):
 
 def test_gradients_that_overflow_are_refused(tmp_path):
     """All weights are finite, and what they make of a text is not."""
-    folder = saved(tmp_path / "model", "llama", words(pad_token="[PAD]"))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.model.layers[-1].mlp.down_proj.weight.fill_(3e38)
-    model.save_pretrained(folder)
+    tokenizer, folder = words(pad_token="[PAD]"), tmp_path / "model"
+    saved(folder, "llama", tokenizer, lambda model: model.model.layers[-1].mlp.down_proj.weight.fill_(3e38))
     with pytest.raises(InputError, match=r"gradients of a llama model are NaN or infinite on a text of 24 tokens"):
         loaded(folder, KINDS["one without learned positions"][1])
