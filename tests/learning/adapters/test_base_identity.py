@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification
 
 import fedpriv.learning.adapters
 from fedpriv.errors import InputError
@@ -20,7 +19,6 @@ from fedpriv.learning.adapters._locations import check_weights, model_digest, pu
 from tests.tiny import BATCH, LABELS, move
 
 HUB = "sentence-transformers/all-MiniLM-L6-v2"
-COMMIT = "0" * 40
 
 
 @pytest.mark.parametrize(
@@ -79,28 +77,6 @@ def test_an_adapter_that_says_too_little_of_itself_is_refused_in_one_line(saved,
         (folder / "fedpriv.json").write_text(json.dumps({k: v for k, v in convention.items() if k != key}))
         with pytest.raises(InputError, match=r"fedpriv\.json: damaged; it needs pooling, one .* base_weights$"):
             fedpriv.learning.adapters.load(str(tiny_bert), folder)
-
-
-def test_peft_finds_the_base_by_its_hub_name_and_has_the_labels_of_the_file(saved, tiny_bert, tmp_path):
-    _, folder = saved
-    repository = tmp_path / "hub" / "models--sentence-transformers--tiny"
-    shutil.copytree(tiny_bert, repository / "snapshots" / COMMIT)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(COMMIT)
-    settings = json.loads((folder / "adapter_config.json").read_text())
-    settings["base_model_name_or_path"] = "sentence-transformers/tiny"
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    labels = json.loads((folder / "fedpriv.json").read_text())["labels"]
-    model = AutoPeftModelForSequenceClassification.from_pretrained(
-        folder,
-        id2label=dict(enumerate(labels)),
-        label2id={label: index for index, label in enumerate(labels)},
-        cache_dir=tmp_path / "hub",
-    )
-    assert model.config.id2label == dict(enumerate(LABELS))
-    trained = fedpriv.learning.adapters.load(str(tiny_bert), folder)
-    head = "base_model.model.classifier.modules_to_save.default.weight"
-    assert torch.equal(model.get_parameter(head), trained.get_parameter(head))
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 90868376\n"

@@ -1,4 +1,7 @@
-"""A classifier of any model: one linear layer reads a pooled vector of one length, and a saved adapter keeps it so."""
+"""A classifier of any model: one linear layer reads a pooled vector of one length, and a saved adapter keeps it so.
+
+A checkpoint's own head gives its answers under the names that its configuration has, in whatever order data have.
+"""
 
 import math
 import re
@@ -8,18 +11,25 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import fedpriv.learning.adapters
+from fedpriv.config import ON_NODES, parse, to_toml
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, freeze, load_base, pooling, read, save
+from fedpriv.learning.data import DataSource
 from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import per_sample_gradients
+from fedpriv.learning.training.workbench import Workbench
+from fedpriv.models.publishing import saved
+from fedpriv.models.publishing.export import export
+from fedpriv.models.variants import folders
 from tests import architectures
 from tests.architectures import random_base, random_model
 from tests.marks import slow
-from tests.tiny import BATCH, move, random_records
+from tests.served import ask_classes, described, serving
+from tests.tiny import BATCH, LABELS, move, random_records
 
 PAGE = Path(__file__).parents[3] / "docs" / "base_models.md"
 # {architecture: what is trained} of the page's table of encoders.
@@ -91,9 +101,7 @@ def test_no_state_gives_a_longer_vector_or_an_infinite_gradient(value):
         assert (unit.norm(dim=1) <= pooling.STATE_SCALE * (1 + 1e-6)).all()
         assert torch.isfinite(states.grad).all()
     assert unit.dtype == torch.float32
-
-
-def test_its_gradient_is_that_of_the_formula():
+    # Of states of any usual size, the gradient is that of the formula.
     states = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     one, other = states.float().requires_grad_(), states.clone().requires_grad_()
     (pooling.unit_states(one) ** 3).sum().backward()
@@ -138,12 +146,11 @@ def test_layers_that_a_pass_calls_twice_train_a_head_alone():
         attach(random_base("albert", num_hidden_layers=2), LoraSettings(rank=2, layers="last-1"))
 
 
-REPLACED = ["roberta", *slow("distilbert", "modernbert")]
-
-
-@pytest.mark.parametrize("kind", REPLACED)
-def test_a_head_that_replaces_another_is_zeros_and_draws_no_random_number(kind):
-    model = random_model(kind)
+@pytest.mark.parametrize("kind", ["roberta", *slow("distilbert", "modernbert")])
+def test_a_head_that_replaces_another_is_zeros_and_draws_no_random_number_and_the_other_recipe_keeps_the_other(kind):
+    model, base = random_model(kind).eval(), random_base(kind)
+    assert torch.equal(base.model(**BATCH).logits, model(**BATCH).logits)
+    assert (base.pooling, base.new_modules) == ("model", ())
     before = torch.get_rng_state()
     torch.use_deterministic_algorithms(True)  # memory that nobody initialises holds NaN
     try:
@@ -152,14 +159,6 @@ def test_a_head_that_replaces_another_is_zeros_and_draws_no_random_number(kind):
         torch.use_deterministic_algorithms(False)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(p, torch.zeros_like(p)) for p in pooling.linear_head(model)[1].parameters())
-
-
-@pytest.mark.parametrize("kind", REPLACED)
-def test_the_other_recipe_keeps_the_head_that_a_checkpoint_brings_with_its_own_pooling(kind):
-    stock = random_model(kind).eval()
-    base = random_base(kind)
-    assert torch.equal(base.model(**BATCH).logits, stock(**BATCH).logits)
-    assert (base.pooling, base.new_modules) == ("model", ())
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -238,3 +237,77 @@ def test_a_head_alone_is_trained_while_a_and_b_are_saved_as_they_are(folder, tmp
     assert torch.equal(loaded(**BATCH).logits, model(**BATCH).logits)
     factors = {name: p for name, p in loaded.named_parameters() if ".lora_" in name}
     assert all(bool(p.any()) == (".lora_A." in name) for name, p in factors.items())
+
+
+# ---------------------------------------------------------------- a checkpoint's own head
+
+OTHER = ("neurology", "Cardiology", "dermatology")
+PLACES = [OTHER.index(name) for name in ("Cardiology", "dermatology", "neurology")]
+TEXT = "the patient has a rash"
+
+
+def checkpoint(folder, tiny_bert, kind, names=OTHER):
+    model = classifier(kind)
+    if kind == "gpt2":
+        model.score.weight.data.mul_(30)
+    model.config.id2label = dict(enumerate(names))
+    model.config.label2id = {name: row for row, name in enumerate(names)}
+    return architectures.save(model, folder, tokenizer_of=tiny_bert)
+
+
+def logits(folder, **labels):
+    return load_base(str(folder), task="SEQ_CLS", **labels).model(**BATCH).logits
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "gpt2", *slow("distilbert")])
+def test_its_rows_stand_in_the_order_of_the_labels(kind, tiny_bert, tmp_path):
+    folder = checkpoint(tmp_path / kind, tiny_bert, kind)
+    as_they_are = logits(folder, num_labels=3)
+    assert (as_they_are.std(dim=1) > 1e-3).all(), "the check would be blind"
+    assert torch.equal(logits(folder, labels=LABELS), as_they_are[:, PLACES])
+    assert torch.equal(logits(folder, labels=OTHER), as_they_are)
+    assert load_base(str(folder), task="SEQ_CLS", labels=LABELS).model.config.label2id["neurology"] == 2
+
+
+def test_names_that_match_none_or_only_in_part_decide_nothing_silently(tiny_bert, tmp_path):
+    for names in (("LABEL_0", "LABEL_1", "LABEL_2"), ("good", "bad", "neutral")):
+        folder = checkpoint(tmp_path / names[0], tiny_bert, "bert", names)
+        assert torch.equal(logits(folder, labels=LABELS), logits(folder, num_labels=3))
+    partly = checkpoint(tmp_path / "partly", tiny_bert, "bert", ("neurology", "cardiology", "urology"))
+    with pytest.raises(InputError, match=r"labels = cardiology, .*head for neurology, cardiology, urology, which"):
+        logits(partly, labels=LABELS)
+    assert load_base(str(partly), task="SEQ_CLS", labels=LABELS, normalize=True).new_modules == ("classifier",)
+    assert load_base(str(partly), task="SEQ_CLS", labels=LABELS[:2]).new_modules == ("classifier",)
+
+
+def test_every_door_gives_a_class_the_probability_that_the_checkpoint_gives_it(tiny_bert, table, tmp_path):
+    folder = checkpoint(tmp_path / "base", tiny_bert, "gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    expected = plain(**inputs).logits[0].softmax(dim=0)[PLACES]
+    assert expected.std() > 0.01, "the check would be blind"
+
+    def agrees(probabilities):
+        torch.testing.assert_close(torch.as_tensor(probabilities), expected, atol=1e-6, rtol=0, check_dtype=False)
+
+    shared = {"model": str(folder), "recipe": "per-sample", "layers": "last-1", "base_dtype": "float32"}
+    simulated = Workbench(parse({**shared, "data": str(table), "client_column": "site", "max_length": 32}))
+    of_node = {"data": ON_NODES, "labels": ",".join(LABELS), "num_clients": 2}
+    on_node = Workbench(parse({**shared, **of_node, "test_data": str(table)}), DataSource(data=str(table)))
+    for bench in (simulated, on_node):
+        agrees(bench.model.peft_model(**inputs).logits[0].softmax(dim=0))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(simulated.config))
+    simulated.save(run / "variants" / "global", simulated.initial, {})
+    folders.describe(run / "variants" / "global", described(simulated.config, "global"))
+    loaded = saved.load(saved.find(run))
+    agrees(saved.classify(loaded, [TEXT])[0])
+    with serving(run) as scheduler:
+        assert scheduler.labels == LABELS
+        agrees(ask_classes(scheduler, "global", [TEXT]).last().probabilities[0])
+    assert export(loaded, tmp_path / "exported") == "transformers"
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
+    assert tuple(exported.config.id2label.values()) == LABELS
+    agrees(exported(**inputs).logits[0].softmax(dim=0))

@@ -92,28 +92,16 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(base, tmp_path):
         load_base(str(tmp_path), task="SEQ_CLS", num_labels=3)
 
 
-def test_gpt2_needs_and_gets_fan_in_fan_out(tmp_path):
-    base = tiny_causal("gpt2")
-    base.model.save_pretrained(tmp_path / "gpt2")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*fan_in_fan_out.*")
-        adapted = move(attach(base, LoraSettings(rank=2, task="CAUSAL_LM")))
-    assert adapted.peft_config["default"].fan_in_fan_out
-    adapted.save_pretrained(tmp_path / "adapter")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")
-    reloaded = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
-    torch.testing.assert_close(reloaded(**BATCH).logits, adapted(**BATCH).logits)
-
-
-def test_new_adapter_leaves_the_function_unchanged_and_follows_its_seed(tiny_bert):
+def test_a_new_adapter_leaves_the_function_unchanged_and_follows_its_layers_and_seed(tiny_bert):
     def build(seed):
         base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, seed=seed)
         before = base.model(**BATCH).logits
-        model = attach(base, LoraSettings(), seed=seed)
+        model = attach(base, LoraSettings(layers="last-1"), seed=seed)
         assert torch.equal(model(**BATCH).logits, before)
         return read(model)
 
     one, same, other = map(build, (1, 1, 2))
+    assert all(".layer.1." in name for name in one if "lora" in name)
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
@@ -129,11 +117,6 @@ def test_write_sets_what_read_gives_and_what_does_not_fit_leaves_the_model_as_it
         with pytest.raises(ValueError, match=message):
             write(model, wrong)
     assert all(torch.equal(tensor, adapter[name]) for name, tensor in read(model).items())
-
-
-def test_layers_choose_where_the_adapter_sits(base):
-    names = read(attach(base, LoraSettings(layers="last-1")))
-    assert all(".layer.1." in name for name in names if "lora" in name)
 
 
 @pytest.mark.parametrize(
@@ -286,11 +269,11 @@ def test_an_r_of_a_smaller_rank_is_saved_as_the_larger_one_with_zeros_around_it(
     assert (settings["r"], settings["lora_alpha"]) == (rank, 4.0 * rank)
 
 
-def agreeing(folder, kind, **settings) -> PeftModel:
+def agreeing(folder, kind, *, trains="lora-r", **settings) -> PeftModel:
     """A causal model whose saved adapter peft loads by itself, with the same function."""
     base = tiny_causal(kind)
     base.model.save_pretrained(folder / "base")
-    model = move(attach(base, LoraSettings(trains="lora-r", task="CAUSAL_LM", **settings)))
+    model = move(attach(base, LoraSettings(trains=trains, task="CAUSAL_LM", **settings)))
     save(model, base, folder / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(folder / "base")
     with warnings.catch_warnings():
@@ -318,8 +301,12 @@ def test_r_and_the_head_alone_are_trained_and_r_starts_at_zero(base, rank, size)
     assert all(name.endswith(INNER_SUFFIX) and not t.any() and t.shape == (size, size) for name, t in inner.items())
 
 
-def test_weights_that_are_stored_transposed_have_the_same_r(tmp_path):
-    model = agreeing(tmp_path, "gpt2", rank=2)
+def test_weights_that_are_stored_transposed_have_the_same_r_and_fan_in_fan_out(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*fan_in_fan_out.*")
+        plain = agreeing(tmp_path / "lora", "gpt2", trains="lora", rank=2)
+    assert plain.peft_config["default"].fan_in_fan_out
+    model = agreeing(tmp_path / "lora-r", "gpt2", rank=2)
     weight = model.get_submodule("base_model.model.transformer.h.0.attn.c_attn").get_base_layer().weight
     b, a = _singular_factors(weight.T, 2)
     name = "base_model.model.transformer.h.0.attn.c_attn.lora_"

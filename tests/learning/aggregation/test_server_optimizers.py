@@ -36,13 +36,10 @@ def stepped(optimizer: str, *, learning_rate: float, momentum: float) -> list[tu
     return rounds
 
 
-def test_sgd_with_rate_one_is_the_average_itself_to_the_bit():
+def test_sgd_goes_a_part_of_the_way_and_with_rate_one_is_the_average_itself_to_the_bit():
     model = GlobalModel(initial={}, adapter={"a": torch.tensor([1.0, -3e8, 0.0])})
     average = replace(model, adapter={"a": torch.tensor([1e-20, 0.1, -0.0])})
     assert server_step(model, average, named("sgd")) is average
-
-
-def test_sgd_goes_a_part_of_the_way():
     for before, change, after in stepped("sgd", learning_rate=0.25, momentum=0.9):
         for name, t in before.adapter.items():
             expected = t.double() + 0.25 * change[name]

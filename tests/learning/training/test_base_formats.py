@@ -36,7 +36,10 @@ CPU = torch.device("cpu")
 # Whole blocks of 64 values.
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 # Other architectures take no bfloat16 pass on a CPU: a Fourier transform, experts whose sizes depend on the records.
-KINDS = ["bert", *slow(*(kind for kind in (*ENCODERS, *DECODERS) if kind not in ("bert", "fnet", "mixtral")))]
+KINDS = [
+    pytest.param("bert"),
+    *slow(*(kind for kind in (*ENCODERS, *DECODERS) if kind not in ("bert", "fnet", "mixtral"))),
+]
 
 
 def adapted(base, kind, *, layers="all", trains="lora"):
@@ -96,9 +99,15 @@ def test_gradients_are_those_of_float32_up_to_rounding(kind):
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["whole model", "prefix cache"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_records_that_share_passes_change_one_another_by_rounding_alone(kind, cached):
-    model = in_bfloat16(kind, layers="last-1" if cached else "all")
+@pytest.mark.parametrize(
+    ("convert", "kind"),
+    [
+        *[pytest.param(in_bfloat16, *kind.values, marks=kind.marks) for kind in KINDS],
+        *[pytest.param(in_nf4, kind, marks=in_4_bits) for kind in ("bert", "llama")],
+    ],
+)
+def test_records_that_share_passes_change_one_another_by_rounding_alone(convert, kind, cached):
+    model = convert(kind, layers="last-1" if cached else "all")
     if cached and model.cache is None:
         pytest.skip(f"{kind} has no frozen prefix")
     assert _records_are_independent(model, cached=cached)
@@ -225,15 +234,6 @@ def test_the_side_of_the_padding_does_not_matter(nf4):
     for name in found:
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(found[name], expected[name], atol=2e-5 * max(1.0, scale), rtol=1e-3, msg=name)
-
-
-@in_4_bits
-@pytest.mark.parametrize("cached", [False, *slow(True)])
-@pytest.mark.parametrize("kind", ["bert", *slow("llama")])
-def test_records_that_share_passes_in_4_bits_change_one_another_by_rounding_alone(kind, cached):
-    model = in_nf4(kind, layers="last-1" if cached else "all")
-    assert (model.cache is not None) == cached
-    assert _records_are_independent(model, cached=cached)
 
 
 @in_4_bits

@@ -78,12 +78,9 @@ def test_an_adapter_answers_through_transformers_and_peft_alone(tmp_path):
     (code,) = re.findall(r"^```python\n(from importlib.*?)^```$", PAGE.read_text(), re.M | re.S)
     base, model = peft_model("float32")
     lora.save(model, base, tmp_path / "adapter")
-    assert (
-        f'"base_model_name_or_path": "HuggingFaceTB/{BUNDLED}"'
-        in (tmp_path / "adapter/adapter_config.json").read_text()
-    )
-    names: dict[str, object] = {}
-    printed = io.StringIO()
+    written = (tmp_path / "adapter/adapter_config.json").read_text()
+    assert f'"base_model_name_or_path": "HuggingFaceTB/{BUNDLED}"' in written
+    names, printed = {}, io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code.replace("results/RUN/variants/global", str(tmp_path / "adapter")), names)
     assert len(printed.getvalue()) > 1

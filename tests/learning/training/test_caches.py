@@ -4,8 +4,6 @@ import dataclasses
 import errno
 import gc
 import os
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -59,6 +57,10 @@ def assert_same(model, records):
     plain, cached = (gradients(model, records, indices, cached=flag) for flag in (False, True))
     for name in plain:
         torch.testing.assert_close(cached[name], plain[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def states_of(model, records, first=0):
+    return [model.cache.hidden(records.items([index]), (1, 40)) for index in range(first, len(records))]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -120,10 +122,9 @@ def test_a_cached_pass_does_not_run_the_prefix_and_states_are_freed_with_their_r
     assert model.cache.bytes_in_memory == 0
 
 
-def mapped_files(folder, process="self"):
-    """The files in a folder that a process has mapped into its memory, with or without a name."""
-    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-    return [line for line in lines if str(folder) in line]
+def mapped_files(folder):
+    """The files in a folder that this process has mapped into its memory, with or without a name."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
 def test_beyond_the_memory_limit_states_go_to_a_nameless_file_and_gradients_stay_the_same(
@@ -136,20 +137,24 @@ def test_beyond_the_memory_limit_states_go_to_a_nameless_file_and_gradients_stay
     assert model.cache.bytes_in_memory == 0
     (line,) = mapped_files(tmp_path)
     assert line.endswith("(deleted)")
-    assert not list(tmp_path.iterdir()), "other processes could open the states"
+    assert not list(tmp_path.iterdir()), "others could open the states, and a killed process would leave them"
     del records
     gc.collect()
     assert not mapped_files(tmp_path)
 
 
-@pytest.mark.parametrize(("num", "longest"), [(1, 2), (12, 12)])
-def test_reserved_room_depends_on_public_numbers_alone(build, make_records, num, longest):
+def test_reserved_room_depends_on_public_numbers_alone_and_serves_one_set_of_records_after_the_other(
+    build, make_records
+):
+    sets = [make_records(1, longest=2), make_records(12), make_records(12, seed=1), make_records(12)]
+    expected = [states_of(build(memory_limit=2**30), records) for records in sets]
     model = build(memory_limit=2**30)
-    model.reserve_cache(12)
-    records = make_records(num, longest=longest)
-    model.logits(records.items([0]), cached=True)
-    assert model.cache.bytes_in_memory == 12 * 40 * BYTES_OF_A_TOKEN
-    del records
+    for records, states in zip(sets, expected, strict=True):
+        model.reserve_cache(12)  # after the first set the room is there already
+        assert all(map(torch.equal, states_of(model, records), states))
+        assert model.cache.bytes_in_memory == 12 * 40 * BYTES_OF_A_TOKEN
+    assert not torch.equal(expected[1][0], expected[2][0])
+    del records, sets
     gc.collect()
     assert model.cache.bytes_in_memory == 12 * 40 * BYTES_OF_A_TOKEN
 
@@ -189,10 +194,6 @@ def test_without_room_there_is_no_cache_and_records_train_all_the_same(build, ma
     assert_same(model, make_records(12))
 
 
-def states_of(model, records, first=0):
-    return [model.cache.hidden(records.items([index]), (1, 40)) for index in range(first, len(records))]
-
-
 def test_states_are_the_same_to_the_bit_with_and_without_room_and_beside_a_record_that_is_too_long(build, make_records):
     model = build(memory_limit=2**30, alone=True)
     records = make_records(12, longest=40)
@@ -207,45 +208,6 @@ def test_states_are_the_same_to_the_bit_with_and_without_room_and_beside_a_recor
     tokens = records.features["input_ids"]
     one_long = Records({"input_ids": (torch.full((60,), 5), *tokens[1:])}, records.labels, 0)
     assert all(map(torch.equal, states_of(model, one_long, first=1), expected[1:]))
-
-
-def test_reserved_room_serves_one_set_of_records_after_the_other(build, make_records):
-    model = build(memory_limit=2**30, max_length=16)
-    sets = [make_records(3, seed=seed) for seed in (0, 1, 0)]
-    expected = [states_of(model, records) for records in sets]
-    model.reserve_cache(3)
-    for records, states in zip(sets, expected, strict=True):
-        model.reserve_cache(3)  # the room is there already
-        assert all(map(torch.equal, states_of(model, records), states))
-    assert not torch.equal(expected[0][0], expected[1][0])
-    assert model.cache.bytes_in_memory == 3 * 16 * BYTES_OF_A_TOKEN
-
-
-# Caches states in a file of the folder that it is given, says so, and waits.
-HOLDER = """
-import sys, tempfile
-tempfile.tempdir = sys.argv[2]
-from fedpriv.learning.adapters import LoraSettings, attach, load_base
-from fedpriv.learning.training.model import TrainingModel
-from tests.tiny import random_records
-base = load_base(sys.argv[1], task="SEQ_CLS", num_labels=3)
-model = TrainingModel(attach(base, LoraSettings(rank=4, layers="last-1")), memory_limit=1)
-records = random_records(12)
-model.logits(records.items([0]), cached=True)
-print("cached", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process_leaves_no_states_behind(tiny_bert, tmp_path):
-    command = [sys.executable, "-c", HOLDER, str(tiny_bert), str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        lines = iter(process.stdout.readline, "")
-        assert "cached\n" in lines
-        assert mapped_files(tmp_path, process.pid), "nothing was cached, so the test would prove nothing"
-        process.kill()
-    assert not list(tmp_path.iterdir())
 
 
 def test_there_is_no_prefix_if_the_first_layer_is_trained(encoder):

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from fedpriv.config import RunConfig
-from fedpriv.learning.adapters import LoraSettings, attach, load_base, pooling
+from fedpriv.learning.adapters import pooling
 from fedpriv.learning.adapters.lora import read
 from fedpriv.learning.training._caches import Body
 from fedpriv.learning.training._coordinates import _centre_of, shifted
 from fedpriv.learning.training.local_update import UpdateSpec, planned_event
-from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.stacked import local_update, stacked_updates
 from fedpriv.privacy.accounting.events import SubsampledGaussian
-from tests.learning.training.test_trained_parts import has_variance, task_from
-from tests.tiny import move
+from tests.learning.training.test_trained_parts import has_variance, made, task_from
 
 CLIP_NORM, RATE = 0.4, 0.5
 SPEC = dataclasses.replace(
@@ -31,8 +29,7 @@ SPEC = dataclasses.replace(
 
 @pytest.fixture
 def model(tiny_bert):
-    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, normalize=True)
-    return TrainingModel(move(attach(base, LoraSettings(rank=4, layers="last-1"))), memory_limit=2**30)
+    return made(tiny_bert, "lora")
 
 
 @pytest.fixture
@@ -128,25 +125,10 @@ def test_a_record_moves_the_centred_head_by_no_more_than_the_clip_norm(model, na
     assert float(steps.norm()) == pytest.approx(RATE * CLIP_NORM, rel=2e-2)
 
 
-def test_a_centre_that_is_taken_off_and_put_back_changes_no_score(model, names):
-    adapter = with_mean(read(model.peft_model), names[0], 3.0)
-    centre = _centre_of(adapter)
-    moved, features = shifted(adapter, centre), torch.randn(7, len(centre), dtype=torch.float64)
-
-    def scores(head, inputs):
-        return inputs @ head[names[0]].double().T + head[names[1]].double()
-
-    torch.testing.assert_close(scores(moved, features - centre), scores(adapter, features), atol=1e-4, rtol=0)
-    torch.testing.assert_close(shifted(moved, -centre)[names[1]], adapter[names[1]], atol=1e-4, rtol=0)
-
-
-def test_a_head_without_a_bias_has_no_centre():
-    head = {"score.weight": torch.ones(3, 4)}
-    assert not _centre_of(head).any()
-    assert shifted(head, torch.ones(4)) == head
-
-
-def test_only_steps_of_a_head_that_is_read_alone_are_centred(model, make_records):
+def test_only_steps_of_a_head_that_is_read_alone_and_has_a_bias_are_centred(model, make_records):
+    without_bias = {"score.weight": torch.ones(3, 4)}
+    assert not _centre_of(without_bias).any()
+    assert shifted(without_bias, torch.ones(4)) == without_bias
     for changes, shown in (({"trains": "all"}, "all"), ({"objective": "class-sums"}, "head and class-sums")):
         with pytest.raises(ValueError, match=f"centred = true: needs trains = head .* not {shown}"):
             planned_event(dataclasses.replace(SPEC, **changes), 1.0, read(model.peft_model))

@@ -113,12 +113,12 @@ def tokenizer(tiny_bert):
 class Fragile:
     """A tokenizer that fails on a text, like one with a pattern that only some texts match."""
 
-    def __init__(self, inner, error):
-        self.inner, self.error = inner, error
+    def __init__(self, inner, error, text="rash"):
+        self.inner, self.error, self.text = inner, error, text
         self.pad_token_id = inner.pad_token_id
 
     def __call__(self, texts, pairs=None, **options):
-        if any("rash" in text for text in texts):
+        if any(self.text in text for text in texts):
             raise self.error
         return self.inner(texts, pairs, **options)
 

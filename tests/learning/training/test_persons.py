@@ -145,7 +145,7 @@ def gradient_of(model, record: Records) -> torch.Tensor:
 
 @settings(max_examples=8, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    sizes=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=3),
     seed=st.integers(0, 99),
     m=st.integers(1, 4),
     rule=st.sampled_from(["joint", "split", "per-tensor"]),
@@ -171,13 +171,12 @@ def test_removing_any_person_moves_the_sum_by_this_person_alone_and_never_beyond
 def test_records_clipped_one_by_one_and_summed_would_exceed_the_bound(model):
     """So the test above can fail."""
     records = random_records(6)
-    one, total = (of_persons(records, ["one"] * 6), alone(records))
-    found = [sums(model, task_of(model, each, m=6, local_steps=1, clip_norm=0.01))[0] for each in (one, total)]
-    assert float(found[0].norm()) <= 0.01 < 0.02 < float(found[1].norm())
+    persons = of_persons(records, ["one"] * 6), alone(records)
+    one, six = (sums(model, task_of(model, each, m=6, local_steps=1, clip_norm=0.01))[0] for each in persons)
+    assert float(one.norm()) <= 0.01 < 0.02 < float(six.norm())
 
 
-@pytest.mark.parametrize("way", ["all", "head"])
-@pytest.mark.parametrize("num_workers", [2, *slow(1, 3)])
+@pytest.mark.parametrize(("way", "num_workers"), [("all", 2), ("head", 1)])
 def test_the_order_of_persons_changes_no_bit(model, monkeypatch, way, num_workers):
     monkeypatch.setattr(model, "num_workers", num_workers)
     records = shuffled()

@@ -24,11 +24,12 @@ from fedpriv.learning.training.stacked import local_update, stacked_updates
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.learning.training.test_isolation import Fragile
 from tests.tiny import LABELS, WORDS, move, tiny_causal
 
 NUM = 8
 NUM_DRAWS = 1000
-FAILING = "the record that cannot be read"
+FAILING = "cannot be read"
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +51,9 @@ def model(base):
 
 @pytest.fixture(scope="module")
 def read(base):
-    return partial(tokenize, tokenizer=_Refusing(base.tokenizer), label_names=LABELS, max_length=16)
-
-
-class _Refusing:
-    """A tokenizer that fails wherever one of its texts is the failing one."""
-
-    def __init__(self, honest) -> None:
-        self._honest = honest
-
-    def __getattr__(self, name: str):
-        return getattr(self._honest, name)
-
-    def __call__(self, texts, *rest, **named):
-        if FAILING in texts:
-            raise RuntimeError(FAILING)
-        return self._honest(texts, *rest, **named)
+    return partial(
+        tokenize, tokenizer=Fragile(base.tokenizer, RuntimeError(), FAILING), label_names=LABELS, max_length=16
+    )
 
 
 def counts_of(model: TrainingModel, data: TextData, read) -> torch.Tensor:
@@ -104,7 +92,9 @@ def test_counts_are_those_of_plain_evaluation_and_each_record_moves_them_by_one_
         assert torch.equal(moved, counts_of(model, data.part([gone]), read))
 
 
-@pytest.mark.parametrize("odd", [(FAILING, LABELS[0]), ("the", "a label that the run does not know"), ("", LABELS[0])])
+@pytest.mark.parametrize(
+    "odd", [("a text that cannot be read", LABELS[0]), ("the", "a label that the run does not know"), ("", LABELS[0])]
+)
 def test_a_record_that_fails_adds_nothing_and_stops_no_other(model, data, read, odd):
     with_odd = TextData((*data.texts[:5], odd[0], *data.texts[5:]), (*data.labels[:5], odd[1], *data.labels[5:]))
     moved = counts_of(model, with_odd, read) - counts_of(model, data, read)

@@ -168,23 +168,6 @@ def test_the_pace_is_that_of_the_slower_of_the_longest_records(model, monkeypatc
     assert run(model).record >= 0.02
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, HEAD])
-def test_an_update_takes_no_longer_than_its_pace_says(model, make_records, changes):
-    """Twice over, as far as a busy machine allows: T has its own margin."""
-    model.num_workers = 2
-    spec = dataclasses.replace(SPEC, local_steps=1, **changes)
-    pace = run(model, spec=spec, num_registered=60)
-    task = make_task(model, make_records(60, shortest=40, longest=40), num_registered=60, local_steps=1, **changes)
-    task = dataclasses.replace(task, sampler=rehearsal._Everyone(num_registered=60, expected_batch_size=8, source=None))
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        rehearsal.local_update(model, task)
-        times.append(time.perf_counter() - begin)
-    assert min(times) <= 2 * pace.seconds(num_steps=1, num_drawn=60, num_new=60)
-
-
 def test_seconds_of_an_update_count_whole_workers_and_persons():
     pace = rehearsal.Pace(step=1.0, record=0.1, new_record=0.5, num_workers=4)
     assert pace.seconds(num_steps=2, num_drawn=10, num_new=0) == pytest.approx(2 + (10 / 4 + 2) * 0.1)
