@@ -134,7 +134,7 @@ def test_a_length_that_positions_do_not_hold_is_refused_with_the_longest_that_th
     tokenizer.model_max_length = 10**30
     folder = saved(tmp_path / "model", kind, tokenizer)
     stated = AutoConfig.from_pretrained(folder).max_position_embeddings
-    keys = {"recipe": "per-sample", "target_modules": TARGETS.get(kind, ()), "rank": 2}
+    keys = {"recipe": "per-sample", "target_modules": TARGETS.get(kind, ()), "rank": 2, "layers": "all"}
     keys |= {"labels": LABELS} if kind in ENCODERS else {"task": "CAUSAL_LM"}
     at_most = stated - OFFSETS.get(kind, 0)
     with pytest.raises(InputError, match=rf"^max_length = {at_most + 1}: .*( takes|; use) at most {at_most}$"):
