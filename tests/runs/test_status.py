@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fedpriv.cli import main as cli
 from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
@@ -22,13 +20,16 @@ from fedpriv.runs import files
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
 from fedpriv.runs.figures import format_bound
+from tests.cli.command_line import as_json, fedpriv
 from tests.runs.written import NAMES, NOW, SIZES, WriteRun, event, shown, status, write_checkpoint, wrote
 
 
-@pytest.mark.parametrize(("seconds_ago", "state"), [(0, "running"), (60, "running"), (61, "interrupted")])
+@pytest.mark.parametrize(
+    ("seconds_ago", "state"), [(-30, "running"), (0, "running"), (60, "running"), (61, "interrupted")]
+)
 def test_a_run_that_was_silent_for_a_whole_round_is_interrupted(write_run: WriteRun, seconds_ago, state) -> None:
     found = status(write_run(seconds_ago=seconds_ago))
-    assert (found.state, found.seconds_since_change) == (state, seconds_ago)
+    assert (found.state, found.seconds_since_change) == (state, max(seconds_ago, 0))
     assert (found.resume_command is None) == (state == "running")
 
 
@@ -62,19 +63,16 @@ def test_whatever_a_run_writes_is_a_sign_of_life(write_run: WriteRun, name: str)
     assert status(folder).state == "running"
 
 
-def test_a_clock_behind_the_file_system_does_not_make_a_run_older_than_now(write_run: WriteRun) -> None:
-    assert status(write_run(seconds_ago=-30)).seconds_since_change == 0
-
-
-@pytest.mark.parametrize("engine", ["stacked", "in-process", "ray"])
-def test_a_simulation_is_resumed_by_the_simulations_command(write_run: WriteRun, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "command"),
+    [
+        *((engine, "fedpriv run --resume '{}'") for engine in ("stacked", "in-process", "ray")),
+        ("flower", "fedpriv coordinator run COORDINATOR -c 'resume={}'"),
+    ],
+)
+def test_a_run_is_resumed_by_the_command_of_its_engine(write_run: WriteRun, engine: str, command: str) -> None:
     folder = write_run("my run", seconds_ago=1000, engine=engine)
-    assert status(folder).resume_command == f"fedpriv run --resume '{folder}'"
-
-
-def test_a_deployment_is_resumed_by_its_own_command(write_run: WriteRun) -> None:
-    folder = write_run(seconds_ago=1000, engine="flower")
-    assert status(folder).resume_command == f"fedpriv coordinator run COORDINATOR -c resume={folder}"
+    assert status(folder).resume_command == command.format(folder)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(write_run: WriteRun) -> None:
@@ -174,11 +172,8 @@ def test_half_written_lines_are_left_out(write_run: WriteRun) -> None:
 def test_a_folder_that_holds_no_run_is_one_line_and_exit_code_2(write_run: WriteRun, missing: str) -> None:
     folder = write_run()
     (folder / missing).unlink()
-    command = [str(Path(sys.executable).with_name("fedpriv")), "status", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {folder}: holds no run, {missing} is missing; give the folder that a run writes\n"
-    assert done.stdout == ""
+    said = f"error: {folder}: holds no run, {missing} is missing; give the folder that a run writes\n"
+    assert fedpriv("status", folder, code=2) == ("", said)
 
 
 @pytest.mark.parametrize(
@@ -210,20 +205,11 @@ def test_an_unreadable_checkpoint_hides_nothing_else(write_run: WriteRun) -> Non
 def test_json_is_one_object_of_full_precision_under_snake_case_keys(write_run: WriteRun) -> None:
     folder = write_run()
     (folder / "events.jsonl").write_text(event("round_done", epsilon_local_max=math.inf))
-    result = CliRunner().invoke(cli.app, ["status", str(folder), "--json"])
-    assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert result.stdout.count("\n") == 1
+    found = as_json("status", folder)
     assert found["epsilon_rho_max"] == 0.2 * 3 * 3
     assert found["events"][0]["epsilon_local_max"] == "inf"
-    assert set(found["clients"][0]) >= {
-        "client",
-        "num_records",
-        "last_round",
-        "status_counts",
-        "epsilon_local",
-        "delta",
-    }
+    keys = {"client", "num_records", "last_round", "status_counts", "epsilon_local", "delta"}
+    assert found["clients"][0].keys() >= keys
     assert all(key == key.lower() and key.isidentifier() for key in found)
 
 
@@ -238,66 +224,40 @@ def test_reading_writes_nothing_and_loads_no_torch(write_run: WriteRun) -> None:
     assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before
 
 
-def summary(**changes: Any) -> dict[str, Any]:
+def finished(folder: Path, **changes: Any) -> Path:
+    """The run's folder with a summary."""
     clients = [
         {"client": c, "name": NAMES[c], "num_records": n, "epsilon_local": 0.05 * c, "delta": 1e-5, "retired": None}
         for c, n in SIZES.items()
     ]
-    values = {
-        "run_id": "5eed",
-        "epsilon_local_max": 0.1,
-        "epsilon_rho_max": 0.4,
-        "epsilon_aggregate_max": None,
-        "aggregate_objections": ["local_steps = 3: needs 1"],
-        "delta_max": 1e-5,
-        "accountant": "pld",
-        "seconds": 99.5,
-        "stopped_early": None,
-        "clients": clients,
-    }
-    return {**values, **changes}
+    summary = {"run_id": "5eed", "clients": clients, "accountant": "pld", "seconds": 99.5, "stopped_early": None}
+    summary |= {"epsilon_local_max": 0.1, "epsilon_rho_max": 0.4, "epsilon_aggregate_max": None, "delta_max": 1e-5}
+    summary |= {"aggregate_objections": ["local_steps = 3: needs 1"]}
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
+    return folder
 
 
 def test_a_finished_run_shows_its_final_figures(write_run: WriteRun) -> None:
-    folder = write_run(seconds_ago=10**6)
-    (folder / "summary.json").write_text(json.dumps(summary()))
-    found = status(folder)
+    found = status(finished(write_run(seconds_ago=10**6)))
     assert (found.state, found.resume_command, found.accountant, found.seconds) == ("finished", None, "pld", 99.5)
     assert (found.epsilon_local_max, found.epsilon_rho_max, found.delta_max) == (0.1, 0.4, 1e-5)
     assert (found.epsilon_aggregate_max, found.aggregate_view_holds) == (None, False)
     assert [client.epsilon_local for client in found.clients] == [0.0, 0.05, 0.1]
-
-
-def test_a_finished_run_shows_its_warnings_and_what_its_accuracy_is_compared_with(write_run: WriteRun) -> None:
-    folder = write_run()
-    quality = {"accuracy": 0.6, "accuracy_standard_error": 0.011, "majority_accuracy": 0.59, "warnings": ["too low"]}
-    (folder / "summary.json").write_text(json.dumps(summary(**quality)))
-    found = status(folder)
-    assert "60.0% ± 1.1%, largest class 59.0%" in shown(found)
-    assert "warning: too low" in shown(found)
-    assert found.as_dict()["warnings"] == ("too low",)
-
-
-def test_a_run_without_a_test_has_no_warnings(write_run: WriteRun) -> None:
-    folder = write_run()
-    assert not summary().keys() & {"warnings", "majority_accuracy"}
-    (folder / "summary.json").write_text(json.dumps(summary()))
-    found = status(folder)
     assert (found.warnings, found.majority_accuracy, found.accuracy_standard_error) == ((), None, None)
     assert "warning" not in shown(found)
 
 
-def test_an_infinity_in_a_summary_is_one_in_json_again(write_run: WriteRun) -> None:
-    folder = write_run()
-    (folder / "summary.json").write_text(json.dumps(summary(epsilon_local_max="inf", aggregate_objections=[])))
-    found = status(folder)
+def test_a_finished_run_shows_its_warnings_its_early_end_and_what_its_accuracy_is_compared_with(
+    write_run: WriteRun,
+) -> None:
+    quality = {"accuracy": 0.6, "accuracy_standard_error": 0.011, "majority_accuracy": 0.59, "warnings": ["too low"]}
+    quality |= {"stopped_early": "round 4: 0 of 3 clients are left"}
+    found = status(folder := finished(write_run(), **quality))
+    assert "60.0% ± 1.1%, largest class 59.0%" in shown(found)
+    assert "warning: too low" in shown(found)
+    assert "ended early  round 4: 0 of 3 clients are left" in shown(found)
+    assert found.as_dict()["warnings"] == ("too low",)
+    found = status(finished(folder, epsilon_local_max="inf", aggregate_objections=[]))
     assert found.epsilon_local_max == found.epsilon_aggregate_max == math.inf
     assert "local ∞" in shown(found)
-    result = CliRunner().invoke(cli.app, ["status", str(folder), "--json"])
-    assert json.loads(result.stdout)["epsilon_local_max"] == "inf"
-
-
-def test_an_early_end_is_told(write_run: WriteRun) -> None:
-    folder = write_run()
-    (folder / "summary.json").write_text(json.dumps(summary(stopped_early="round 4: 0 of 3 clients are left")))
-    assert "ended early  round 4: 0 of 3 clients are left" in shown(status(folder))
+    assert as_json("status", folder)["epsilon_local_max"] == "inf"

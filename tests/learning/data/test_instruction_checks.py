@@ -1,7 +1,5 @@
 """`data check` of prompts and responses: what would be cut, and records as the model sees them."""
 
-import json
-
 import pytest
 
 from fedpriv.config import parse
@@ -9,6 +7,7 @@ from fedpriv.errors import InputError
 from fedpriv.learning.data._checks import describe_instructions
 from tests.chats import chat_model, chat_tokenizer
 from tests.cli.command_line import as_json, fedpriv
+from tests.learning.data.test_federated import write
 
 ROWS = [
     {"q": "What is flu?", "a": "A viral disease.", "site": "x"},
@@ -20,9 +19,7 @@ ROWS = [
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
+    return write(tmp_path / "r.jsonl", ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +71,7 @@ def test_without_a_model_words_are_counted(file):
 
 def test_messages_are_read_as_a_run_reads_them(tmp_path):
     chat = [{"role": "user", "content": "flu?"}, {"role": "assistant", "content": "A disease."}]
-    path = tmp_path / "m.jsonl"
-    path.write_text("".join(json.dumps({"m": m}) + "\n" for m in (chat, chat[:1], chat)))
+    path = write(tmp_path / "m.jsonl", [{"m": messages} for messages in (chat, chat[:1], chat)])
     values = as_json("data", "check", path, "--messages", "m")
     assert (values["records"], values["empty_responses"]) == (3, 1)
 
@@ -98,7 +94,6 @@ def test_what_cannot_be_checked_is_one_line(file, folder, given, message):
 
 
 def test_an_empty_table_is_refused(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text("")
+    path = write(tmp_path / "r.jsonl", [])
     with pytest.raises(InputError, match="holds no records"):
         describe_instructions(parse({"data": str(path), "prompt_column": "q", "response_column": "a"}))

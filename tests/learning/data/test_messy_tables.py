@@ -66,11 +66,6 @@ def with_ids() -> str:
     return as_csv(rows, header=[*HEADER, "case", "patient"])
 
 
-def with_mixed_separators() -> str:
-    lines = as_csv(clean_rows(), ";").splitlines()
-    return "\n".join(line.replace(";", ",") if number == 40 else line for number, line in enumerate(lines)) + "\n"
-
-
 TYPOS = dict.fromkeys(range(0, 12, 3), "Nrod") | {12: "Nord ", 15: "nord", 1: "Sued", 19: "Süüd"}
 
 # {name: (text, what a run refuses, what it warns of; by kind)}; a text that is no table has one line of its own below.
@@ -162,13 +157,6 @@ def test_latin_1_is_read_by_name_alone(tmp_path, run_of):
     assert as_json("data", "check", path, "--client", "site", "--encoding", "latin-1", "--model", "")["clients"]["Süd"]
 
 
-def test_mixed_separators_are_refused_with_the_line(tmp_path, run_of):
-    path = tmp_path / "t.csv"
-    path.write_text(with_mixed_separators())
-    with pytest.raises(InputError, match=r"line 41: has 1 field by semicolon, .* names 4; .* separated by comma"):
-        run_of(path)
-
-
 def test_a_header_that_two_separators_split_is_not_guessed(tmp_path, run_of):
     path = tmp_path / "t.csv"
     path.write_text(as_csv(clean_rows(), ";", header=["text", "label", "site", "dose, mg"]))
@@ -177,70 +165,54 @@ def test_a_header_that_two_separators_split_is_not_guessed(tmp_path, run_of):
     run_of(path, separator="semicolon")
 
 
-def test_how_a_file_was_read_is_said(tmp_path):
-    path = tmp_path / "t.csv"
-    path.write_text(semicolons())
-    out, _ = fedpriv("data", "check", path, "--client", "site", "--model", "")
-    assert "separator       semicolon" in out
-    assert "decimal_commas  dose" in out
-
-
-def test_blanks_are_visible_and_lines_are_those_of_the_file(tmp_path):
+def test_blanks_are_visible_and_lines_are_those_of_the_file_and_its_form_is_said(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(with_empty_lines().replace(",Positive,", ",Positive ,", 1))
     out, _ = fedpriv("data", "check", path, "--client", "site", "--model", "", code=1)
     assert "  'Positive '  1\n" in out
     assert "labels: 'Positive ' differs from 'Positive' by case or blanks alone (1 record, line 3)" in out
     assert "clients: nobody holds some records (2 records, lines 14, 186)" in out
+    path.write_text(semicolons())
+    out, _ = fedpriv("data", "check", path, "--client", "site", "--model", "")
+    assert "separator       semicolon" in out
+    assert "decimal_commas  dose" in out
 
 
 def findings(**columns: object) -> dict[str, str]:
     """{kind: message} of the mistakes in columns."""
-    size = max(
-        len(values) for values in [*columns.values(), *columns.get("others", {}).values()] if isinstance(values, list)
-    )
+    lists = [*columns.values(), *columns.get("others", {}).values()]
+    size = max(len(values) for values in lists if isinstance(values, list))
     texts = {"text": [f"text {row}" for row in range(size)]}
     return {finding.kind: finding.message for finding in mistakes(CheckedColumns(**({"texts": texts} | columns)))}
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("Nord", "Nrod"),
-        ("Nord", "Nordd"),
-        ("Klinik Nord", "Klinik Nort"),
-        ("St. Anna", "St Anna"),
-        ("Nord", "Nor"),
-        ("Süd", "Sued"),
-    ],
+    "names", ["Nord|Nrod", "Nord|Nordd", "Klinik Nord|Klinik Nort", "St. Anna|St Anna", "Nord|Nor", "Süd|Sued"]
 )
-def test_a_slip_of_one_letter_is_found(one, other):
+def test_a_slip_of_one_letter_is_found(names):
+    one, other = names.split("|")
     found = findings(clients=[one] * 100 + [other] * 20 + ["Elsewhere"] * 100)
     assert f"{other!r} is likely a misspelt {one!r}" in found["misspelt_clients"]
 
 
+MANY_HOLDERS = [f"{a}{b}{c}ian Hospital" for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyzabcd"]
+TWO_HOLDERS = {"Ward 1": "Ward 2", "site-10": "site-11", "N1rd": "N2rd"}
+TWO_HOLDERS |= {"St. A": "St. B", "Nord": "Nordost", "Ost": "Ist"}
+TWO_LABELS = {"250.1": "250.10", "1.000": "1", "A01": "A1", "10": "100", "1": "-1"}
+
+
 @pytest.mark.parametrize(
-    ("one", "other"),
+    "columns",
     [
-        ("Ward 1", "Ward 2"),
-        ("site-10", "site-11"),
-        ("St. A", "St. B"),
-        ("Nord", "Nordost"),
-        ("Ost", "Ist"),
-        ("N1rd", "N2rd"),
+        *({"clients": [one] * 100 + [other] * 20} for one, other in TWO_HOLDERS.items()),
+        *({"labels": [one] * 30 + [other] * 20} for one, other in TWO_LABELS.items()),
+        {"clients": ["Nord"] * 100 + ["Nort"] * 21},  # close, with as many records
+        {"clients": MANY_HOLDERS * 3},
+        {"persons": [f"{row // 4 - 1}" for row in range(200)]},  # numbered from zero on
     ],
 )
-def test_names_that_are_meant_to_be_two_pass(one, other):
-    assert findings(clients=[one] * 100 + [other] * 20) == {}
-
-
-def test_a_close_name_with_as_many_records_is_no_slip():
-    assert findings(clients=["Nord"] * 100 + ["Nort"] * 21) == {}
-
-
-def test_thousands_of_holders_are_compared_in_little_time():
-    names = [f"{a}{b}{c}ian Hospital" for a in "abcdefghij" for b in "klmnopqrst" for c in "uvwxyzabcd"]
-    assert findings(clients=[name for name in names for _ in range(3)]) == {}
+def test_names_that_are_meant_to_be_two_pass(columns):
+    assert findings(**columns) == {}
 
 
 def test_labels_agreed_on_are_right_and_what_is_close_to_them_is_not():
@@ -255,11 +227,6 @@ def test_labels_agreed_on_are_right_and_what_is_close_to_them_is_not():
 def test_a_number_with_other_zeros_is_the_same_name(role, one, other):
     found = findings(**{role: [one] * 30 + [other] * 20 + ["5"] * 50})[f"variants_of_{role}"]
     assert f"{other!r} differs from {one!r} by zeros alone (20 records" in found
-
-
-@pytest.mark.parametrize("pair", [("250.1", "250.10"), ("1.000", "1"), ("A01", "A1"), ("10", "100"), ("1", "-1")])
-def test_codes_with_other_zeros_are_two_names(pair):
-    assert findings(labels=[pair[0]] * 30 + [pair[1]] * 20) == {}
 
 
 NOBODY = ["<NA>", "NaT", "\\N", "(null)", "#REF!", "0", "-1", "999999", "N.N.", "anonymous", "not recorded"]
@@ -278,10 +245,6 @@ def test_a_placeholder_is_no_person_and_a_fixed_copy_is_without_it(name, tmp_pat
     assert mended.num_records == 180
     kept = write_mended(read_table(str(path)), roles, tmp_path / "kept.csv", keep=[name])
     assert kept.num_records == 200
-
-
-def test_persons_numbered_from_zero_are_persons():
-    assert findings(persons=[f"{row // 4 - 1}" for row in range(200)]) == {}
 
 
 @pytest.mark.parametrize("role", ["clients", "labels"])
@@ -329,32 +292,27 @@ def as_parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (gzip.compress(b"text,label\na,b\n"), r"is compressed with gzip; let its name end in .gz"),
-        (b"PK\x03\x04\x14\x00", r"is an Excel workbook or a ZIP archive; save its table as CSV in UTF-8"),
-        (as_parquet(TABLE), r"is a Parquet file; let its name end in .parquet"),
-        (LFS, r"is a pointer of Git LFS .*; fetch that with `git lfs pull`"),
+        ("t.csv", gzip.compress(b"text,label\na,b\n"), r"is compressed with gzip; let its name end in .gz"),
+        ("t.jsonl", gzip.compress(b'{"text": "a"}\n'), r"is compressed with gzip; let its name end in .gz"),
+        ("t.csv", b"PK\x03\x04\x14\x00", r"is an Excel workbook or a ZIP archive; save its table as CSV in UTF-8"),
+        ("t.jsonl", as_parquet(TABLE), r"is a Parquet file; let its name end in .parquet"),
+        ("t.csv", LFS, r"is a pointer of Git LFS .*; fetch that with `git lfs pull`"),
+        ("t.parquet", LFS, r"is a pointer of Git LFS .*; fetch that with `git lfs pull`"),
+        ("t.csv", "text\na\n".encode("utf-16"), r"line 1: begins with the mark of UTF-16; save the file as UTF-8.*"),
     ],
-    ids=["gzip", "xlsx", "parquet", "lfs"],
+    ids=["gzip", "gzip of lines", "xlsx", "parquet", "lfs", "lfs of parquet", "utf-16"],
 )
 def test_a_file_that_is_another_than_its_name_says_is_told(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(InputError, match=f"^data = .*{name}': {message}$"):
         read_table(str(path))
-    if content[:1] == b"\x1f" and name == "t.csv":
-        assert len(read_table(str(path.rename(tmp_path / f"{name}.gz")))) == 1
-    elif content[:3] == b"PAR":
-        assert len(read_table(str(path.rename(tmp_path / "t.parquet")))) == 2
-
-
-def test_a_parquet_file_that_git_lfs_has_not_fetched_is_told(tmp_path):
-    (tmp_path / "t.parquet").write_bytes(LFS)
-    with pytest.raises(InputError, match="is a pointer of Git LFS"):
-        read_table(str(tmp_path / "t.parquet"))
+    if "let its name end in" in message:
+        right = path.rename(tmp_path / ("t.parquet" if "Parquet" in message else f"{name}.gz"))
+        assert read_table(str(right)).columns["text"][0] == "a"
 
 
 def test_bytes_are_texts_and_nan_is_missing_and_a_column_nobody_reads_is_no_matter(tmp_path):
@@ -394,13 +352,11 @@ def test_the_separator_that_excel_declares_is_that_of_the_file(tmp_path, mark, r
 
 @pytest.mark.parametrize("title", ["Export of 2024", "Export of 2024,,,", "Export of 2024, all"])
 @pytest.mark.parametrize("separator", [",", ";"])
-def test_a_title_above_the_names_is_told_and_the_file_is_read_without_it(tmp_path, title, separator, run_of):
+def test_a_title_above_the_names_is_told(tmp_path, title, separator, run_of):
     path = tmp_path / "t.csv"
     path.write_text(f"{title}\n{as_csv(clean_rows(), separator)}")
     with pytest.raises(InputError, match=r"title.*delete it"):
         run_of(path)
-    path.write_text(as_csv(clean_rows(), separator))
-    run_of(path)
 
 
 @pytest.mark.parametrize(("name", "message"), [("t.csv", "exists"), ("t.parquet", "must end in .csv or .jsonl")])
@@ -414,16 +370,14 @@ def test_a_copy_replaces_nothing(tmp_path, name, message):
     ("text", "message"),
     [
         ("text,label\na,b\n\nc\n", "line 4: has 1 field by comma, but the header names 2; leave no field out"),
-        (
-            "text,label\na,b,c\n",
-            "line 2: has 3 fields by comma, but the header names 2; quote fields that hold a comma",
-        ),
+        ("text,label\na,b,c\n", "line 2: has 3 fields by comma, .* names 2; quote fields that hold a comma"),
+        ("text;label\na;b\nc,d\n", "line 3: has 1 field by semicolon, .* names 2; .* separated by comma"),
         ('text,label\na,b\n"c\nd,e\n', "line 3: a quote opens here and is not closed"),
         ('text,label\n"a b",b\n"c" d,e\n', "line 3: cannot be read"),
         ("text,label,text\na,b,c\n", "line 1: the header names 'text' twice"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named_and_nothing_of_it_is_shown(tmp_path, text, message):
+def test_a_line_that_cannot_be_read_is_named_in_one_line(tmp_path, text, message):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(InputError, match=message) as caught:
         read_table(str(tmp_path / "t.csv"))
@@ -433,9 +387,3 @@ def test_a_line_that_cannot_be_read_is_named_and_nothing_of_it_is_shown(tmp_path
 def test_columns_without_a_name_get_their_number(tmp_path):
     (tmp_path / "t.csv").write_text("text;label;;\na;b;;\n")
     assert list(read_table(str(tmp_path / "t.csv")).columns) == ["text", "label", "column 3", "column 4"]
-
-
-def test_utf_16_is_told_by_its_mark(tmp_path):
-    (tmp_path / "t.csv").write_bytes("text,label\na,b\n".encode("utf-16"))
-    with pytest.raises(InputError, match="line 1: begins with the mark of UTF-16; save the file as UTF-8"):
-        read_table(str(tmp_path / "t.csv"))

@@ -271,6 +271,11 @@ def test_a_value_is_found_behind_its_name(bound, tmp_path):
     assert (found["read"]["epsilon"], found["read"]["num_rounds"]) == (2.0, 3)
 
 
+def steps(noise_multiplier: str, sampling_probability: str, rounds: str) -> str:
+    """A setting of steps on samples, in TOML."""
+    return f"{noise_multiplier = !s}\n{sampling_probability = !s}\n{rounds = !s}"
+
+
 BOMB = "__import__('pathlib').Path('run').touch()"
 HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "import.py": (f"LocalDpMod(1.0, 1.0, {BOMB}, 1e-5)\n{BOMB}", "delta|epsilon, num_rounds cannot be read"),
@@ -292,23 +297,11 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "power.py": ("LocalDpMod(1.0, 1.0, 9 ** 9 ** 9 ** 9, 1e-5)", "epsilon, num_rounds cannot be read"),
     "digits.py": ("x = " + "9" * 10_000, "no .py file"),
     "half.conf": ('filters = [ { path = "SVTPrivacy', "no .conf file"),
-    "text.json": (
-        '{"path": "SVTPrivacy", "args": {"num_parameters": 1, "epsilon": "x"}, "num_rounds": 1}',
-        "'x': must be",
-    ),
-    "nan.toml": ("noise_multiplier = nan\nsampling_probability = 0.1\nrounds = 3", "noise_multiplier = 'nan': must be"),
-    "negative.toml": (
-        "noise_multiplier = -1\nsampling_probability = 0.1\nrounds = 3",
-        "noise_multiplier = '-1': must be",
-    ),
-    "share.toml": (
-        "noise_multiplier = 1\nsampling_probability = 1.5\nrounds = 3",
-        "sampling_probability = '1.5': must be",
-    ),
-    "long.toml": (
-        "noise_multiplier = 1\nsampling_probability = 1\nrounds = 1e300",
-        "num_rounds = '1e.300': must be a whole",
-    ),
+    "text.json": ('{"path": "SVTPrivacy", "args": {"num_parameters": 1, "epsilon": "x"}}', "'x': must be"),
+    "nan.toml": (steps("nan", "0.1", "3"), "noise_multiplier = 'nan': must be"),
+    "negative.toml": (steps("-1", "0.1", "3"), "noise_multiplier = '-1': must be"),
+    "share.toml": (steps("1", "1.5", "3"), "sampling_probability = '1.5': must be"),
+    "long.toml": (steps("1", "1", "1e300"), "num_rounds = '1e.300': must be a whole"),
     "setting.yaml": ("epsilon: 1", "must be one of .py, .json, .conf, .toml"),
     "tool.toml": ("tool = 1", "no privacy setting found"),
     "tools.toml": ("[tool.flwr]\napp = [1]", "no privacy setting found"),
@@ -341,29 +334,8 @@ def test_what_is_no_file_is_not_opened(kind, tmp_path):
 
 
 def test_random_text_is_read_or_refused(tmp_path):
-    source, pieces = (
-        random.Random(1),
-        [
-            "{",
-            "}",
-            "[",
-            "]",
-            '"',
-            "=",
-            ":",
-            ",",
-            "\n",
-            "path",
-            "SVTPrivacy",
-            "args",
-            "1e9",
-            "${x}",
-            "#",
-            "(",
-            ")",
-            "LocalDpMod",
-        ],
-    )
+    source = random.Random(1)
+    pieces = [*'{}[]"=:,\n#()', "path", "SVTPrivacy", "args", "1e9", "${x}", "LocalDpMod"]
     for number in range(400):
         path = tmp_path / f"{number}{source.choice(['.py', '.json', '.conf', '.toml'])}"
         path.write_text(" ".join(source.choices(pieces, k=source.randrange(1, 30))))

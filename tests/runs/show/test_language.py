@@ -51,16 +51,12 @@ def language_run(write_run, **changes: object) -> Path:
     return run_dir
 
 
-def test_texts_of_models_and_data_are_escaped(write_run):
+def test_the_page_has_ten_samples_escaped_and_all_figures(write_run):
     html, page = page_of(language_run(write_run))
     assert HOSTILE not in html
     assert "<script" not in html
     assert "onerror" not in [name for name, _ in page.attributes]
     assert page.cells.count(HOSTILE) == 5, "a reader sees the text as it is"
-
-
-def test_the_page_has_ten_samples_and_all_figures(write_run):
-    _, page = page_of(language_run(write_run))
     assert {"p0", "a0", "p8", "a8"} <= set(page.cells)
     assert "p9" not in page.cells
     assert "The first 10 of 12 prompts" in page.text
@@ -95,12 +91,6 @@ def test_answers_of_a_run_without_privacy_are_not_called_private(write_run):
     _, page = page_of(language_run(write_run, private=False))
     assert "private" not in page.cells
     assert "this run" in page.cells
-
-
-def test_a_classifier_s_page_says_nothing_of_answers(write_run):
-    _, page = page_of(write_run())
-    assert "Perplexity" not in page.text
-    assert "ROUGE" not in page.text
 
 
 def test_the_terminal_shows_perplexity_and_what_changed(write_run):

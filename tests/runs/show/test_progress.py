@@ -108,16 +108,12 @@ def test_names_reasons_and_events_are_text_whatever_they_hold(tmp_path: Path) ->
     (writer.path / files.REGISTRATIONS).write_text(
         json.dumps({str(c): {"client": c, "name": HOSTILE, "num_records": 5} for c in (0, 1, 2)})
     )
-    page = page_of(writer.path, Timing(written=WRITTEN))
-    assert page.count("&lt;script&gt;") >= 3 + 3 + 2
-    assert not re.search("<script|<img|\u202e", page)
-
-
-def test_what_the_folder_does_not_mean_to_show_stays_in_it(tmp_path: Path) -> None:
-    writer = begin(tmp_path / "run")
     (writer.path / "notes.txt").write_text("a secret")
     (writer.path / files.ENVIRONMENT).write_text('{"version": 1, "fedpriv_file": "/home/someone/a secret"}')
-    assert "a secret" not in page_of(writer.path)
+    page = page_of(writer.path, Timing(written=WRITTEN))
+    assert "a secret" not in page, "what the folder does not mean to show stays in it"
+    assert page.count("&lt;script&gt;") >= 3 + 3 + 2
+    assert not re.search("<script|<img|\u202e", page)
 
 
 def test_a_client_is_called_and_judged_as_in_the_terminal(tmp_path: Path) -> None:
@@ -146,14 +142,10 @@ def test_plots_stand_beside_the_budget_once_there_is_time_to_draw_them(tmp_path:
     assert "budget" in page.partition("<svg")[2]
     assert "Test accuracy" in page
     assert render(writer.path, GOING) == page, "sooner than a page may draw again, its plots are those of before"
-
-
-def test_a_run_without_any_limit_or_accuracy_has_a_page(tmp_path: Path) -> None:
-    writer = begin(tmp_path / "run", budget_epsilon=[])
-    writer.add(round_row(1, [], test_accuracy=None, test_loss=None), [])
-    render = RunPage()
+    bare = begin(tmp_path / "without limit or accuracy", budget_epsilon=[])
+    bare.add(round_row(1, [], test_accuracy=None, test_loss=None), [])
     render._drawing = Share()
-    assert "1 of 10 rounds" in render(writer.path, GOING)
+    assert "1 of 10 rounds" in render(bare.path, GOING)
 
 
 def test_pages_take_a_fiftieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
