@@ -2,9 +2,9 @@
 
 import gzip
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import datasets
@@ -16,6 +16,7 @@ from fedpriv.learning.data import _tables
 from fedpriv.learning.data._tables import read_strictly, read_table, to_text, write_lines
 from fedpriv.learning.data.federated import load
 from fedpriv.learning.data.text import DataSource
+from tests.marks import slow
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -204,23 +205,28 @@ def test_a_run_and_a_node_accept_it_once_it_is_written_anew(tmp_path, case):
     assert read_table(out).columns["text"] == ["x", "a letter\nof two lines"][: 2 if case == "line breaks" else 1]
 
 
-# In a process of its own: folders that libraries fix at import are then under the test's eyes too.
-def test_no_file_written_while_loading_holds_a_private_record(tmp_path):
-    source = write(tmp_path / "r.csv", "text,label,site", [f"PRIVATE{i},{i % 2},s{i % 3}" for i in range(60)])
-    homes = {name: str(tmp_path / name) for name in ("TMPDIR", "HF_HOME", "HOME", "XDG_CACHE_HOME")}
-    for folder in homes.values():
-        Path(folder).mkdir()
-    code = f"""
-from pathlib import Path
+LOADS = """
 from fedpriv.config import parse
 from fedpriv.learning.data.federated import load
-for rule in ({{"client_column": "site"}}, {{"num_clients": 3}}, {{"partition": "dirichlet", "dirichlet_alpha": 5.0}}):
-    load(parse({{"data": {source!r}, "batch_size": 1, **rule}}))
-found = [f for home in {list(homes.values())!r} for f in Path(home).rglob("*") if f.is_file()]
-print([str(f) for f in found if b"PRIVATE" in f.read_bytes() or "fedpriv" in str(f.relative_to({str(tmp_path)!r}))])
+for rule in ({"client_column": "site"}, {"num_clients": 3}, {"partition": "dirichlet", "dirichlet_alpha": 5.0}):
+    load(parse({"data": SOURCE, "batch_size": 1, **rule}))
 """
-    environment = {**os.environ, **homes, "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.strip() == "[]", result.stderr
-    left = [f for home in homes.values() for f in Path(home).rglob("*") if f.is_file()]
-    assert not [f for f in left if b"PRIVATE" in f.read_bytes()]
+
+
+@pytest.mark.parametrize("in_own_process", [False, *slow(True)])
+def test_no_file_written_while_loading_holds_a_private_record(tmp_path, monkeypatch, in_own_process):
+    """In a process of its own, folders that libraries fix at import are under the test's eyes too."""
+    source = write(tmp_path / "r.csv", "text,label,site", [f"PRIVATE{i},{i % 2},s{i % 3}" for i in range(60)])
+    homes = [tmp_path / name for name in ("TMPDIR", "HF_HOME", "HOME", "XDG_CACHE_HOME")]
+    for folder in homes:
+        folder.mkdir()
+        monkeypatch.setenv(folder.name, str(folder))
+    code = LOADS.replace("SOURCE", repr(source))
+    if in_own_process:
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(homes[0]))
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", homes[1])
+        exec(code, {})
+    files = [file for folder in homes for file in folder.rglob("*") if file.is_file()]
+    assert not [file for file in files if b"PRIVATE" in file.read_bytes() or "fedpriv" in file.name]

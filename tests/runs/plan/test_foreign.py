@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import dp_accounting
@@ -20,6 +21,7 @@ from fedpriv.config import parse_overrides
 from fedpriv.errors import InputError
 from fedpriv.runs.plan.foreign import check_settings
 from tests.cli.command_line import as_json, fedpriv
+from tests.marks import slow
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES, PAGE = ROOT / "docs/examples/settings", (ROOT / "docs/foreign_settings.md").read_text()
@@ -31,11 +33,12 @@ DELTA = 1e-5
 K = math.sqrt(2 * math.log(1.25 / DELTA))
 
 
-def checked(typed: str, folder: Path = FILES) -> dict:
+@cache
+def checked(typed: str) -> dict:
     """The last setting of what somebody types after `fedpriv check`."""
     words = shlex.split(typed)
     cut = words.index("--set") if "--set" in words else len(words)
-    return check_settings([folder / name for name in words[:cut]], parse_overrides(words[cut + 1 :: 2]))[-1]
+    return check_settings([FILES / name for name in words[:cut]], parse_overrides(words[cut + 1 :: 2]))[-1]
 
 
 def of_python(tmp_path: Path, text: str, **given: object) -> dict:
@@ -85,7 +88,7 @@ def test_every_row_of_the_page_has_a_second_computation():
     assert {path.name for path in FILES.iterdir()} == ROWS.keys() | {"flower_secure.toml"}
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [*sorted(ROWS.keys() - {"opacus_mnist.py"}), *slow("opacus_mnist.py")])
 def test_the_page_tells_what_the_command_tells(name):
     row, found = ROWS[name], checked(ROWS[name]["typed"])
     for told, value in ((row["z"], found["effective_noise_multiplier"]), (row["epsilon"], found["epsilon"])):
@@ -107,7 +110,7 @@ def test_noise_without_sampling_has_the_closed_form(name):
     assert found["found"] == pytest.approx(found_at_most(mu), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", ["flower_opacus.py", *slow("opacus_mnist.py", "dp_lora.toml")])
 def test_steps_on_samples_cost_what_dp_accounting_says(name):
     found, (q, z, steps) = checked(ROWS[name]["typed"]), SAMPLED[name]
     assert found["effective_noise_multiplier"] == pytest.approx(z)
@@ -118,6 +121,10 @@ def test_steps_on_samples_cost_what_dp_accounting_says(name):
 def test_an_engine_for_all_rounds_keeps_what_it_states():
     found = checked(ROWS["nvflare_hello_dp.py"]["typed"])
     assert 0.995 < sampled(1 / 891, found["effective_noise_multiplier"], 50 * 891) <= 1.0005
+
+
+@pytest.mark.slow
+def test_two_engines_exceed_what_each_states():
     twice = checked(ROWS["nvflare_hello_dp.py"]["typed"].replace("engines=1", "engines=2"))
     assert twice["epsilon"] > 1.3
     assert 0.995 < sampled(1 / 891, twice["needed_noise_multiplier"], 100 * 891) <= 1.0005
@@ -198,9 +205,8 @@ def test_a_condition_has_the_figure_of_the_other_case():
     assert plain_delta(math.sqrt(3) * 10 / K * 1.001, of_flip["epsilon"]) == pytest.approx(DELTA, rel=1e-3)
     trusted, weights, left_out, _ = checked("flower_secure.py flower_secure.toml")["conditions"]
     assert (trusted["epsilon"], trusted["is_counted_on"], weights["epsilon"]) == (math.inf, True, None)
-    accountant = pld.PLDAccountant()  # Flower's own adjacency
-    accountant.compose(dp_accounting.GaussianDpEvent(0.2), 3)
-    assert left_out["epsilon"] == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
+    # Under Flower's own adjacency.
+    assert plain_delta(math.sqrt(3) / 0.2, left_out["epsilon"]) == pytest.approx(DELTA, rel=1e-3)
 
 
 def test_noise_off_and_no_poisson_sampling_are_read(tmp_path):
@@ -282,7 +288,7 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "import.json": ('{"path": "SVTPrivacy", "args": {"epsilon": "' + BOMB + '"}}', "epsilon = .* must be a number > 0"),
     "huge.json": ("[" + "1," * 2**19 + "1]", "at most 1,048,576 bytes"),
     "deep.json": ("[" * 200_000, "nested too deeply"),
-    "deep.conf": ("a {" * 200_000, "nested too deeply"),
+    "deep.conf": ("a {" * 20_000, "nested too deeply"),
     "deep.toml": ("a = " + "[" * 200_000, "nested too deeply"),
     "brackets.py": ("(" * 200_000, "no .py file|nested too deeply"),
     "minus.py": ("x = " + "-" * 200_000 + "1", "nested too deeply|no .py file"),

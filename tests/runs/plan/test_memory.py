@@ -109,9 +109,13 @@ def test_a_pass_without_values_takes_what_a_real_one_does(again):
     assert planned == pytest.approx(live.peak, rel=0.03)
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("tokens", [16, 128])
-@pytest.mark.parametrize("layers", [2, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layers", "tokens", "again"),
+    [
+        *((2, 16, True), (2, 128, False)),
+        *(pytest.param(6, tokens, again, marks=pytest.mark.slow) for tokens in (16, 128) for again in (False, True)),
+    ],
+)
 def test_what_bounds_the_rows_of_a_pass_is_no_less_than_it_takes(layers, tokens, again):
     """The generous estimate by which a run cuts a batch, against the count."""
     with torch.device("meta"):
@@ -210,7 +214,9 @@ def test_a_folder_without_a_configuration_and_options_without_a_model_are_refuse
     assert "needs --records and --epsilon, or a MODEL" in fedpriv("plan", "--records", 4, code=2)[1]
 
 
-def test_an_encoder_is_refused(tmp_path):
+def test_an_encoder_is_refused(tmp_path, monkeypatch):
+    # The library's error names every class of a causal model, and imports each of them to do so.
+    monkeypatch.setattr(type(AutoModelForCausalLM._model_mapping), "keys", lambda self: [])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet"}))
     assert "is no causal language model" in fedpriv("plan", tmp_path, code=2)[1]
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 
 from fedpriv.config import ON_NODES, parse
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters._locations import hub_problem as problem_here
+from fedpriv.learning.adapters._locations import hub_problem
 from fedpriv.learning.data import federated
 from fedpriv.learning.training.noise_plan import calibrated, planned_releases, with_learning_rates
 from fedpriv.learning.training.private_evaluation import EvaluationSpec, planned_event
@@ -193,7 +193,7 @@ def hub(status: int, error: str) -> Iterator[tuple[str, list[str]]]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked
     finally:
@@ -201,43 +201,42 @@ def hub(status: int, error: str) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-PROBLEM = (
-    "import sys; from fedpriv.learning.adapters._locations import hub_problem; "
-    "print(hub_problem('nobody/none', sys.argv[1]))"
+@pytest.fixture
+def ask(tmp_path, monkeypatch) -> Callable[[str], str]:
+    """Asks a server, as if it were the Hub, for a model that nobody has."""
+
+    def problem(endpoint: str) -> str:
+        constants = {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path), "ENDPOINT": endpoint}
+        constants |= {"HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
+        for name, value in constants.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        return hub_problem("nobody/none", "model")
+
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "told"),
+    [
+        (404, "RepoNotFound", "the Hugging Face Hub has none of that name, or none that you may read"),
+        *((404, "EntryNotFound", ""), (503, "", "")),  # which is left to the Hub's own clients
+    ],
 )
-
-
-def problem(endpoint: str, kind: str, home: Path) -> str:
-    environment = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, "-c", PROBLEM, kind]
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
-def test_a_name_that_the_hub_lacks_is_asked_for_once(tmp_path):
-    with hub(404, "RepoNotFound") as (endpoint, asked):
-        assert "has none of that name" in problem(endpoint, "model", tmp_path)
+def test_the_hub_is_asked_for_a_name_once(ask, status, error, told):
+    with hub(status, error) as (endpoint, asked):
+        assert ask(endpoint) == told
     assert asked == ["/nobody/none/resolve/main/config.json"]
 
 
-@pytest.mark.slow
-def test_another_error_of_the_hub_is_left_to_its_own_clients(tmp_path):
-    for status, error in ((404, "EntryNotFound"), (503, "")):
-        with hub(status, error) as (endpoint, asked):
-            assert problem(endpoint, "model", tmp_path) == ""
-        assert len(asked) == 1
-
-
-@pytest.mark.slow
-def test_a_hub_that_is_not_there_is_told_at_once(tmp_path):
+def test_a_hub_that_is_not_there_is_told_at_once(ask):
     with hub(200, "") as (endpoint, _):
         pass
-    assert "cannot be reached" in problem(endpoint, "model", tmp_path)
+    assert "cannot be reached" in ask(endpoint)
 
 
 def test_a_data_set_in_the_cache_is_found_under_the_name_that_its_library_gives_it(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     (tmp_path / "keivalya___med_quad-medical_qn_a_dataset").mkdir()  # as datasets.builder names it
-    assert problem_here("keivalya/MedQuad-MedicalQnADataset", "dataset") == ""
-    assert problem_here("keivalya/Other", "dataset").startswith("not in the cache")
+    assert hub_problem("keivalya/MedQuad-MedicalQnADataset", "dataset") == ""
+    assert hub_problem("keivalya/Other", "dataset").startswith("not in the cache")
