@@ -12,24 +12,6 @@ from fedpriv.errors import InputError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"partition": "natural"}, "client_column"),
-        ({"partition": "sizes"}, "client_sizes"),
-        ({"weight_decay": 0.1}, "weight_decay = 0.1: only adamw"),
-        ({"client_ranks": [2, 4]}, r"client_ranks = \[2, 4\]: .*need flora"),
-        ({"client_ranks": [2, 4], "aggregation": "fedex-lora"}, "aggregation = fedex-lora averages"),
-        ({"upload_codec": "int8", "aggregation": "t-fedavg"}, "t-fedavg sends ternary codes"),
-        ({"recipe": "fedpriv", "aggregation": "t-fedavg"}, "head_start = true: t-fedavg is ternary"),
-        ({"train": "head", "aggregation": "t-fedavg"}, "train = head: t-fedavg is ternary"),
-    ],
-)
-def test_keys_that_do_not_fit_together_are_refused(values, message):
-    with pytest.raises(InputError, match=message):
-        parse(values)
-
-
 BOTH = {"target_epsilon": 8, "noise_multiplier": 1.5}
 
 
@@ -61,60 +43,41 @@ def test_a_run_s_own_file_holds_the_noise_that_its_target_came_to():
     assert parse(with_overrides(resolved, {"target_epsilon": ""})).noise_multiplier == 0.7, "no target, so the file's"
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({}, True),
-        ({"data": "x.csv"}, False),
-        ({"data": "x.csv", "public_data": True}, True),
-        ({"data": "x.csv", "simulate": True}, True),
-        ({"comparison": False}, False),
-        ({"noise_multiplier": 0.0}, False),
-    ],
-)
-def test_a_comparison_follows_by_default_only_where_releases_without_noise_are_allowed(values, expected):
-    assert parse(values).compares is expected
-
-
-ON_NODES_TESTED = {"data": ON_NODES, "labels": "a,b", "test_data": "test.csv"}
+PRIVATE = {"data": "x.csv"}
+NODES = {"data": ON_NODES, "labels": "a,b"}
+NODES_TESTED = NODES | {"test_data": "test.csv"}
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("values", "is_tested", "compares", "computes_baselines"),
     [
-        ({}, True),
-        ({"baselines": False}, False),
-        ({"evaluation_noise_multiplier": 2.0}, False),
-        ({"data": "x.csv"}, False),
-        ({"data": "x.csv", "simulate": True}, False),
-        ({"data": "x.csv", "test_data": "test.csv"}, False),
-        ({"data": "x.csv", "public_data": True}, True),
-        ({"data": "x.csv", "public_data": True, "task": "CAUSAL_LM"}, False),
-        (ON_NODES_TESTED, False),
-        (ON_NODES_TESTED | {"baselines": True}, True),
-        (ON_NODES_TESTED | {"public_data": True}, True),
+        ({}, True, True, True),
+        ({"comparison": False}, True, False, True),
+        ({"noise_multiplier": 0.0}, True, False, True),
+        ({"baselines": False}, True, True, False),
+        ({"evaluation_noise_multiplier": 3.0}, False, False, False),
+        (PRIVATE, False, False, False),
+        (PRIVATE | {"public_data": True}, True, True, True),
+        (PRIVATE | {"public_data": True, "task": "CAUSAL_LM"}, True, True, False),
+        (PRIVATE | {"simulate": True}, True, True, False),
+        (PRIVATE | {"test_data": "test.csv"}, True, False, False),
+        (PRIVATE | {"evaluation_noise_multiplier": 3.0}, False, False, False),
+        (NODES, False, False, False),
+        (NODES | {"simulate": True}, False, False, False),
+        (NODES | {"public_data": True}, False, False, False),
+        (NODES_TESTED, True, False, False),
+        (NODES_TESTED | {"public_data": True}, True, True, True),
+        (NODES_TESTED | {"baselines": True}, True, False, True),
     ],
 )
-def test_baselines_are_computed_by_default_only_where_public_data_are_tested_on(values, expected):
-    assert parse(values).computes_baselines is expected
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"data": "x.csv"}, "give test_data"),
-        ({"data": "x.csv", "test_data": "test.csv"}, "clients' private records"),
-        ({"data": "x.csv", "simulate": True}, "clients' private records"),
-        ({"evaluation_noise_multiplier": 2.0}, "give test_data"),
-        ({"data": ON_NODES, "labels": "a,b"}, "give test_data"),
-        ({"data": ON_NODES, "labels": "a,b", "public_data": True}, "give test_data"),
-        ({"data": "x.csv", "public_data": True, "task": "CAUSAL_LM"}, "CAUSAL_LM"),
-    ],
-)
-def test_baselines_that_would_need_private_records_or_have_no_test_set_are_refused(values, message):
-    with pytest.raises(InputError, match=f"^baselines = true: .*{message}") as caught:
-        parse(values | {"baselines": True})
-    assert "\n" not in str(caught.value)
+def test_what_private_data_allow_is_tested_compared_and_computed(values, is_tested, compares, computes_baselines):
+    """The server tests on records of its own or on some that are nobody's; a release without noise needs the same."""
+    config = parse(values)
+    assert (config.has_test_set, config.compares, config.computes_baselines) == (
+        is_tested,
+        compares,
+        computes_baselines,
+    )
 
 
 ASKS = {"prompt_column": "q", "response_column": "a"}
@@ -126,9 +89,21 @@ def test_prompts_imply_a_causal_model_and_the_recipe_that_has_one(columns):
     assert (config.task, config.recipe, config.instructs) == ("CAUSAL_LM", "instruction", True)
 
 
+BASELINES = {"baselines": True}
+EVALUATED = {"evaluation_noise_multiplier": 2}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"partition": "natural"}, "client_column"),
+        ({"partition": "sizes"}, "client_sizes"),
+        ({"weight_decay": 0.1}, "weight_decay = 0.1: only adamw"),
+        ({"client_ranks": [2, 4]}, r"client_ranks = \[2, 4\]: .*need flora"),
+        ({"client_ranks": [2, 4], "aggregation": "fedex-lora"}, "aggregation = fedex-lora averages"),
+        ({"upload_codec": "int8", "aggregation": "t-fedavg"}, "t-fedavg sends ternary codes"),
+        ({"recipe": "fedpriv", "aggregation": "t-fedavg"}, "head_start = true: t-fedavg is ternary"),
+        ({"train": "head", "aggregation": "t-fedavg"}, "train = head: t-fedavg is ternary"),
         ({"task": "CAUSAL_LM", "text_pair_column": "answer"}, "^text_pair_column = answer: .*prompt_column and resp"),
         ({"prompt_column": "q"}, "^prompt_column = q: needs response_column"),
         ({"response_column": "a"}, "^response_column = a: goes with prompt_column"),
@@ -152,54 +127,36 @@ def test_prompts_imply_a_causal_model_and_the_recipe_that_has_one(columns):
         (ASKS | {"factors": "answers", "answers": "yes,no", "aggregation": "ffa-lora"}, "use fed-sb, not ffa-lora"),
         (ASKS | {"factors": "inputs", "base_dtype": "nf4"}, "^factors = inputs: with base_dtype = nf4"),
         ({"factors": "inputs"}, "^factors = inputs: B is trained behind them; use ffa-lora, not dp-lora"),
-        ({"data": ON_NODES, "labels": "a,b", "max_records": 5}, "^max_records = 5: with data = on-nodes .* use 0"),
+        (NODES | {"max_records": 5}, "^max_records = 5: with data = on-nodes .* use 0"),
+        # What needs a test set, where there is none.
+        (PRIVATE | {"dedup": "drd"}, "dedup = drd: validated on the server's test set; give test_data"),
+        (EVALUATED | {"comparison": True}, "comparison = true: .* give test_data"),
+        (PRIVATE | EVALUATED | {"simulate": True, "comparison": True}, "give test_data"),
+        (EVALUATED | {"test_data": "test.csv"}, "with test_data .* leave one of the two out"),
+        (EVALUATED | {"noise_on": "upload"}, "no common epsilon"),
+        (EVALUATED | {"audit": "tokens", "simulate": True}, "an audit puts canaries"),
+        (BASELINES | PRIVATE, "^baselines = true: .*give test_data"),
+        (BASELINES | PRIVATE | {"test_data": "test.csv"}, "^baselines = true: .*clients' private records"),
+        (BASELINES | PRIVATE | {"simulate": True}, "^baselines = true: .*clients' private records"),
+        (BASELINES | EVALUATED, "^baselines = true: .*give test_data"),
+        (BASELINES | NODES, "^baselines = true: .*give test_data"),
+        (BASELINES | NODES | {"public_data": True}, "^baselines = true: .*give test_data"),
+        (BASELINES | PRIVATE | {"public_data": True, "task": "CAUSAL_LM"}, "^baselines = true: .*CAUSAL_LM"),
+        # Choices that differ from record to record.
+        ({"choice_columns": ["c"]}, "choice_columns = .*: goes with prompt_column"),
+        ({"choice_columns": ["c"], "prompt_column": "q"}, "needs response_column"),
+        (ASKS | {"choice_columns": ["c"], "answers": ["a", "b"]}, "answers: are the same for all records"),
+        ({"choice_columns": ["c"], "messages_column": "m"}, "choice_columns = .*: messages_column"),
+        # A unit that no record would be of.
+        (PRIVATE | {"person_column": "p", "unit": "record"}, "unit = record: person_column"),
+        (PRIVATE | {"unit": "person"}, "unit = person: needs person_column"),
+        ({"unit": "person", "noise_on": "upload"}, "noise_on = upload: protects whole clients"),
+        ({"unit": "person", "clipping": "batch", "recipe": "per-sample"}, "clipping = batch: clips the mean"),
     ],
 )
-def test_prompts_responses_and_answers_that_do_not_fit_are_refused(values, message):
+def test_keys_that_do_not_fit_together_are_refused_in_one_line(values, message):
     with pytest.raises(InputError, match=message) as caught:
         parse(values)
-    assert "\n" not in str(caught.value)
-
-
-PRIVATE = {"data": "records.csv"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "tested"),
-    [
-        ({}, True),
-        (PRIVATE, False),
-        (PRIVATE | {"public_data": True}, True),
-        (PRIVATE | {"simulate": True}, True),
-        (PRIVATE | {"test_data": "test.csv"}, True),
-        (PRIVATE | {"evaluation_noise_multiplier": 3.0}, False),
-        ({"evaluation_noise_multiplier": 3.0}, False),
-        ({"data": ON_NODES, "labels": "a,b"}, False),
-        ({"data": ON_NODES, "labels": "a,b", "simulate": True}, False),
-        ({"data": ON_NODES, "labels": "a,b", "public_data": True}, False),
-        ({"data": ON_NODES, "labels": "a,b", "test_data": "test.csv"}, True),
-    ],
-)
-def test_the_server_tests_on_records_of_its_own_or_on_some_that_are_nobody_s(settings, tested):
-    config = parse(settings)
-    assert config.has_test_set == tested
-    assert config.compares in (False, tested)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (PRIVATE | {"dedup": "drd"}, "dedup = drd: validated on the server's test set; give test_data"),
-        ({"evaluation_noise_multiplier": 2, "comparison": True}, "comparison = true: .* give test_data"),
-        (PRIVATE | {"simulate": True, "evaluation_noise_multiplier": 2, "comparison": True}, "give test_data"),
-        ({"test_data": "test.csv", "evaluation_noise_multiplier": 2}, "with test_data .* leave one of the two out"),
-        ({"noise_on": "upload", "evaluation_noise_multiplier": 2}, "no common epsilon"),
-        ({"audit": "tokens", "simulate": True, "evaluation_noise_multiplier": 2}, "an audit puts canaries"),
-    ],
-)
-def test_what_needs_a_test_set_is_refused_in_one_line_where_there_is_none(settings, message):
-    with pytest.raises(InputError, match=message) as caught:
-        parse(settings)
     assert "\n" not in str(caught.value)
 
 
@@ -207,12 +164,10 @@ def test_a_target_of_risk_stands_in_place_of_one_of_epsilon():
     config = parse({"target_risk": "tpr=0.1@fpr=0.01"})
     assert config.target_epsilon is None, "the recipe's own target yields"
     assert parse({"target_risk": "", "target_epsilon": 4}).target_epsilon == 4
+    risk = {"target_risk": "mu=1"}
     for values, problem in (
-        (
-            {"target_risk": "mu=1", "target_epsilon": 4},
-            r"^target_risk = 'mu=1': target_epsilon = 4\.0 is another target",
-        ),
-        ({"target_risk": "mu=1", "noise_multiplier": 2}, r"^noise_multiplier = 2: target_risk = 'mu=1' says how much"),
+        (risk | {"target_epsilon": 4}, r"^target_risk = 'mu=1': target_epsilon = 4\.0 is another target"),
+        (risk | {"noise_multiplier": 2}, r"^noise_multiplier = 2: target_risk = 'mu=1' says how much"),
         ({"target_risk": "tpr=0.1"}, r"^target_risk = 'tpr=0\.1': must be such as tpr=0\.1@fpr=0\.01"),
     ):
         with pytest.raises(InputError, match=problem):

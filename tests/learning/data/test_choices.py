@@ -114,20 +114,6 @@ def test_more_choices_than_the_run_allows_are_refused_with_the_key_to_raise(tmp_
     assert load(parse({**values, "max_choices": 5})).test.pairs
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"prompt_column": "", "response_column": ""}, "choice_columns = .*: goes with prompt_column"),
-        ({"response_column": ""}, "needs response_column"),
-        ({"answers": ["a", "b"]}, "answers: are the same for all records, whose choices differ"),
-        ({"prompt_column": "", "response_column": "", "messages_column": "m"}, "choice_columns = .*: messages_column"),
-    ],
-)
-def test_keys_that_do_not_fit_choices_are_refused(changes, why):
-    with pytest.raises(InputError, match=why):
-        parse({**ASKS, **changes, "data": "x.csv"})
-
-
 def test_data_check_tells_how_many_choices_records_have_and_which_are_right(tmp_path):
     found = as_json(
         *("data", "check", write(tmp_path / "r.csv", ROWS[:19]), "--prompt", "q", "--response", "label"),

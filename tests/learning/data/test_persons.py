@@ -175,22 +175,6 @@ def test_a_node_reads_persons_and_leaves_out_records_of_nobody(tmp_path):
     assert repr(records) == repr(replace(records, persons=None)), "the note of a content would change with the unit"
 
 
-CONFIGS = {
-    "record, and a column": ({"person_column": "p", "unit": "record", "data": "t.csv"}, "unit = record: person_column"),
-    "no column": ({"unit": "person", "data": "t.csv"}, "unit = person: needs person_column"),
-    "upload": ({"unit": "person", "noise_on": "upload"}, "noise_on = upload: protects whole clients"),
-    "batch": ({"unit": "person", "clipping": "batch", "recipe": "per-sample"}, "clipping = batch: clips the mean"),
-    "none of a person": ({"unit": "person", "max_records_per_person": 0}, "max_records_per_person"),
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_a_configuration_that_protects_no_person_is_refused(case):
-    values, message = CONFIGS[case]
-    with pytest.raises(InputError, match=message):
-        parse(values)
-
-
 def test_a_column_of_persons_makes_these_the_unit():
     assert parse({"data": "t.csv", "person_column": "p"}).most_of_a_person == 8
     assert parse({"data": "t.csv"}).most_of_a_person == 0
