@@ -49,7 +49,7 @@ NODES_TESTED = NODES | {"test_data": "test.csv"}
 
 
 @pytest.mark.parametrize(
-    ("values", "is_tested", "compares", "computes_baselines"),
+    ("values", "is_tested", "compares", "has_baselines"),
     [
         ({}, True, True, True),
         ({"comparison": False}, True, False, True),
@@ -70,14 +70,10 @@ NODES_TESTED = NODES | {"test_data": "test.csv"}
         (NODES_TESTED | {"baselines": True}, True, False, True),
     ],
 )
-def test_what_private_data_allow_is_tested_compared_and_computed(values, is_tested, compares, computes_baselines):
+def test_what_private_data_allow_is_tested_compared_and_computed(values, is_tested, compares, has_baselines):
     """The server tests on records of its own or on some that are nobody's; a release without noise needs the same."""
     config = parse(values)
-    assert (config.has_test_set, config.compares, config.computes_baselines) == (
-        is_tested,
-        compares,
-        computes_baselines,
-    )
+    assert (config.has_test_set, config.compares, config.computes_baselines) == (is_tested, compares, has_baselines)
 
 
 ASKS = {"prompt_column": "q", "response_column": "a"}

@@ -30,33 +30,30 @@ SHARED = """
 """
 
 
-@pytest.mark.parametrize(
-    ("fact", "keys"),
-    [
-        (Fact.LOCATION, "node_keys ledger out resume"),
-        (Fact.OUTSIDE, "table_checks purpose until node_keys track ledger out resume"),
-        (Fact.HIDDEN, "table_checks purpose until node_keys ray_address track ledger out resume"),
-        (Fact.PATH, "model data test_data mechanism_parameters"),
-        (
-            Fact.PRIVACY,
-            "noise_multiplier noise_schedule target_epsilon target_risk target_epsilon_published budget_epsilon",
-        ),
-        (Fact.BY_SWEEP, "ledger out"),
-        (
-            Fact.RELEASE,
-            "model task rank alpha target_modules layers factors max_length normalize_features train test_fraction "
-            "evaluation_noise_multiplier system_prompt prompt_template answers max_choices labels aggregation seed",
-        ),
-        (
-            Fact.RECORDS,
-            "task data test_data test_fraction separator encoding text_column text_pair_column "
-            "prompt_column response_column messages_column answers choice_columns label_column client_column unit "
-            "person_column labels partition num_clients client_sizes dirichlet_alpha max_records seed data_seed",
-        ),
-    ],
-)
-def test_a_fact_holds_of_these_keys(fact, keys):
-    assert RunConfig.keys_with(fact) == tuple(keys.split())
+HELD = {
+    Fact.LOCATION: "node_keys ledger out resume",
+    Fact.OUTSIDE: "table_checks purpose until node_keys track ledger out resume",
+    Fact.HIDDEN: "table_checks purpose until node_keys ray_address track ledger out resume",
+    Fact.PATH: "model data test_data mechanism_parameters",
+    Fact.PRIVACY: """
+        noise_multiplier noise_schedule target_epsilon target_risk target_epsilon_published budget_epsilon
+    """,
+    Fact.BY_SWEEP: "ledger out",
+    Fact.RELEASE: """
+        model task rank alpha target_modules layers factors max_length normalize_features train test_fraction
+        evaluation_noise_multiplier system_prompt prompt_template answers max_choices labels aggregation seed
+    """,
+    Fact.RECORDS: """
+        task data test_data test_fraction separator encoding text_column text_pair_column
+        prompt_column response_column messages_column answers choice_columns label_column client_column unit
+        person_column labels partition num_clients client_sizes dirichlet_alpha max_records seed data_seed
+    """,
+}
+
+
+@pytest.mark.parametrize("fact", HELD)
+def test_a_fact_holds_of_these_keys(fact):
+    assert RunConfig.keys_with(fact) == tuple(HELD[fact].split())
 
 
 def test_each_bit_of_a_fact_has_a_name_of_its_own():

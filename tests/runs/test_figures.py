@@ -1,6 +1,5 @@
 """A figure is declared in one place, and every page shows it."""
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -19,7 +18,7 @@ from fedpriv.runs.show._tracker import Place
 from fedpriv.runs.show._tracking import RunTeller
 from simulations.display import TerminalObserver
 from tests.models.publishing.runs import finished
-from tests.runs.show.conftest import write_finished_run
+from tests.runs.show.conftest import change_summary, write_finished_run
 from tests.runs.show.tracking.test_told import Recorded
 from tests.runs.written import WriteRun, shown, status
 
@@ -79,14 +78,8 @@ def test_a_new_figure_is_declared_once_and_every_page_shows_it(
 def test_the_holders_own_models_are_shown_with_the_largest_class_on_every_page(
     folder: Path, tiny_bert: Path, tmp_path: Path
 ) -> None:
-    alone = {
-        "alone_accuracy": 0.702,
-        "alone_accuracy_min": 0.61,
-        "alone_accuracy_max": 0.8015,
-        "majority_accuracy": 0.6,
-    }
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | alone))
+    alone = {"alone_accuracy": 0.702, "alone_accuracy_min": 0.61, "alone_accuracy_max": 0.8015}
+    change_summary(folder, **alone, majority_accuracy=0.6)
     saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
     pages = [shown(status(folder), 120), write_report(folder).read_text()]
     for page in (*pages, card.text(saved)):

@@ -14,43 +14,17 @@ from fedpriv.runs._rows import ClientRow, RoundRow, Sample, column_types, read_r
 from fedpriv.runs._writer import RunWriter
 
 ROUND = RoundRow(
-    round=0,
-    num_selected=2,
-    num_replies=1,
-    num_silent=0,
-    num_failures=1,
-    num_late=0,
-    num_retired=0,
-    test_accuracy=0.1 + 0.2,
-    test_loss=1e-17,
-    test_perplexity=1.5,
-    epsilon_local_max=math.inf,
-    epsilon_rho_max=2.0,
-    epsilon_aggregate_max=None,
-    bytes_up=10**12,
-    bytes_down=0,
-    seconds=0.5,
+    **{"round": 0, "num_selected": 2, "num_replies": 1, "num_silent": 0, "num_failures": 1, "num_late": 0},
+    **{"num_retired": 0, "test_accuracy": 0.1 + 0.2, "test_loss": 1e-17, "test_perplexity": 1.5, "seconds": 0.5},
+    **{"epsilon_local_max": math.inf, "epsilon_rho_max": 2.0, "epsilon_aggregate_max": None},
+    **{"bytes_up": 10**12, "bytes_down": 0},
 )
 
 CLIENT = ClientRow(
-    round=0,
-    client=1,
-    num_records=300,
-    status="malformed",
-    detail='A: "NaN",\nhere',
-    sampling_probability=0.1,
-    noise_multiplier=1.0,
-    effective_noise_multiplier=1.0,
-    steps=3,
-    weight=0.0,
-    rho_bar=0.0,
-    epsilon_local=0.1,
-    epsilon_rho=0.2,
-    epsilon_aggregate=0.05,
-    delta=1e-5,
-    bytes_up=1,
-    bytes_down=2,
-    seconds=1.25,
+    **{"round": 0, "client": 1, "num_records": 300, "status": "malformed", "detail": 'A: "NaN",\nhere', "steps": 3},
+    **{"sampling_probability": 0.1, "noise_multiplier": 1.0, "effective_noise_multiplier": 1.0, "weight": 0.0},
+    **{"rho_bar": 0.0, "epsilon_local": 0.1, "epsilon_rho": 0.2, "epsilon_aggregate": 0.05, "delta": 1e-5},
+    **{"bytes_up": 1, "bytes_down": 2, "seconds": 1.25},
 )
 
 ROUNDS_CSV = (
@@ -80,14 +54,11 @@ def folder(tmp_path: Path) -> Path:
     return writer.path
 
 
-def test_tables_are_written_to_the_byte(folder: Path) -> None:
-    assert (folder / "rounds.csv").read_bytes().decode() == ROUNDS_CSV
-    assert (folder / "clients.csv").read_bytes().decode() == CLIENTS_CSV
-
-
-def test_rows_that_are_read_are_the_rows_that_were_written(folder: Path) -> None:
+def test_tables_are_written_to_the_byte_and_read_as_they_were(folder: Path) -> None:
     assert [RoundRow(**row) for row in read_rows(folder / "rounds.csv", RoundRow)] == [ROUND]
     assert [ClientRow(**row) for row in read_rows(folder / "clients.csv", ClientRow)] == [CLIENT]
+    assert (folder / "rounds.csv").read_bytes().decode() == ROUNDS_CSV
+    assert (folder / "clients.csv").read_bytes().decode() == CLIENTS_CSV
 
 
 def test_a_reopened_folder_keeps_its_bytes_and_drops_later_rounds_and_half_lines(folder: Path) -> None:
@@ -95,7 +66,7 @@ def test_a_reopened_folder_keeps_its_bytes_and_drops_later_rounds_and_half_lines
         file.write(ROUNDS_CSV.splitlines()[1].replace("0,", "1,", 1) + "\r\n2,3")
     again = RunWriter.reopened(folder, round_=0)
     assert (again.rounds, again.totals.bytes_up) == ([ROUND], {CLIENT.client: CLIENT.bytes_up})
-    test_tables_are_written_to_the_byte(folder)
+    test_tables_are_written_to_the_byte_and_read_as_they_were(folder)
 
 
 def test_readers_ask_only_for_columns_that_a_run_writes() -> None:
@@ -121,13 +92,10 @@ def test_a_damaged_line_is_named(folder: Path, line: str) -> None:
 
 
 def test_samples_are_read_as_they_were_written(tmp_path):
+    assert rows.read_answers(tmp_path / "samples.jsonl", rows.Sample) == (), "a run without answers"
     RunWriter(tmp_path).write_answers(SAMPLES)
     assert rows.read_answers(tmp_path / "samples.jsonl", rows.Sample) == tuple(SAMPLES)
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
-
-
-def test_a_run_without_answers_has_no_samples(tmp_path):
-    assert rows.read_answers(tmp_path / "samples.jsonl", rows.Sample) == ()
 
 
 @pytest.mark.parametrize(

@@ -29,20 +29,16 @@ WriteRun = Callable[..., Path]
 
 def client_row(round_: int, client: int, status: str = "ok", detail: str = "", **changes: Any) -> ClientRow:
     values = {
-        "num_records": SIZES.get(client, 100),
-        "sampling_probability": 0.1,
-        "noise_multiplier": 1.88,
-        "effective_noise_multiplier": 1.88,
-        "steps": 3,
-        "weight": 0.3,
-        "rho_bar": 0.6,
-        "epsilon_local": 0.1 * round_ * (client + 1),
-        "epsilon_rho": 0.2 * round_ * (client + 1),
-        "epsilon_aggregate": None,
-        "delta": 1e-5 / (client + 1),
-        "bytes_up": 1000,
-        "bytes_down": 2000,
-        "seconds": math.nan,
+        **{
+            "num_records": SIZES.get(client, 100),
+            "sampling_probability": 0.1,
+            "steps": 3,
+            "weight": 0.3,
+            "rho_bar": 0.6,
+        },
+        **{"noise_multiplier": 1.88, "effective_noise_multiplier": 1.88, "delta": 1e-5 / (client + 1)},
+        **{"epsilon_local": 0.1 * round_ * (client + 1), "epsilon_rho": 0.2 * round_ * (client + 1)},
+        **{"epsilon_aggregate": None, "bytes_up": 1000, "bytes_down": 2000, "seconds": math.nan},
     }
     return ClientRow(round=round_, client=client, status=status, detail=detail, **{**values, **changes})
 
@@ -50,20 +46,13 @@ def client_row(round_: int, client: int, status: str = "ok", detail: str = "", *
 def round_row(round_: int, clients: list[ClientRow], **changes: Any) -> RoundRow:
     num_failures = sum(row.status not in ("ok", "silent") for row in clients)
     values = {
-        "num_selected": len(clients),
-        "num_replies": len(clients) - num_failures,
-        "num_silent": 0,
-        "num_failures": num_failures,
-        "num_late": 0,
-        "num_retired": 0,
-        "test_accuracy": 0.125 + 0.1 * round_,
-        "test_loss": 2.0,
+        **{"num_selected": len(clients), "num_replies": len(clients) - num_failures, "num_failures": num_failures},
+        **{"num_silent": 0, "num_late": 0, "num_retired": 0, "seconds": 4.0},
+        **{"test_accuracy": 0.125 + 0.1 * round_, "test_loss": 2.0, "epsilon_aggregate_max": None},
         "epsilon_local_max": max((row.epsilon_local for row in clients), default=0.0),
         "epsilon_rho_max": max((row.epsilon_rho for row in clients), default=0.0),
-        "epsilon_aggregate_max": None,
         "bytes_up": sum(row.bytes_up for row in clients),
         "bytes_down": sum(row.bytes_down for row in clients),
-        "seconds": 4.0,
     }
     return RoundRow(round=round_, **{**values, **changes})
 

@@ -1,17 +1,20 @@
-"""A small finished run, written by hand as a run writes it."""
+"""A small finished run, in the tables that a run writes."""
 
 import csv
 import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedpriv.runs._folder import LANGUAGE_KEYS, QUALITY_KEYS
+from fedpriv.runs._rows import ClientRow, RoundRow
 from tests.pages import without_plots
+from tests.runs import written
 
 BYTES = 307_232  # one adapter of 76,808 values in float32
 WriteRun = Callable[..., Path]
@@ -40,126 +43,81 @@ def write_run(tmp_path: Path) -> WriteRun:
     return write
 
 
+def change_summary(run_dir: Path, **changes: Any) -> None:
+    """Replace keys of a run's summary."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps(summary | changes))
+
+
 def write_finished_run(run_dir: Path, *, num_clients: int, num_rounds: int, changes: dict[str, Any]) -> None:
     """A run in which the second client's reply fails in round 3, and its comparison without noise."""
     (run_dir / "comparison").mkdir(parents=True)
     (run_dir / "config.toml").write_text('model = "all-MiniLM-L6-v2"\nclip_norm = 1.0\nlabels = ["a", "b"]\n')
     (run_dir / "environment.json").write_text(json.dumps({"version": 1, "python": "3.11.9", "commit": "0123abc"}))
-    _write_csv(run_dir / "rounds.csv", _rounds(num_clients, num_rounds, final=0.871))
-    _write_csv(run_dir / "comparison" / "rounds.csv", _rounds(num_clients, num_rounds, final=0.924))
-    spent = _clients(num_clients, num_rounds)
-    _write_csv(run_dir / "clients.csv", spent)
-    summary = _summary(spent, num_clients, num_rounds) | changes
+    clients = [_client_row(k, t, num_clients) for t in range(1, num_rounds + 1) for k in range(num_clients)]
+    _write_csv(run_dir / "clients.csv", clients)
+    for folder, final in ((run_dir, 0.871), (run_dir / "comparison", 0.924)):
+        _write_csv(folder / "rounds.csv", [_round_row(t, num_clients, final) for t in range(num_rounds + 1)])
+    summary = _summary(clients, num_clients, num_rounds) | changes
     (run_dir / "summary.json").write_text(json.dumps(summary))
     (run_dir / "comparison" / "summary.json").write_text(json.dumps({"accuracy": 0.924}))
 
 
-def _rounds(num_clients: int, num_rounds: int, final: float) -> list[dict[str, Any]]:
-    return [
-        {
-            "round": t,
-            "num_selected": num_clients if t else 0,
-            "num_replies": num_clients - (t == 3) if t else 0,
-            "num_silent": 0,
-            "num_failures": int(t == 3),
-            "num_late": 0,
-            "test_accuracy": 0.131 + (final - 0.131) * (1 - math.exp(-0.6 * t)),
-            "test_perplexity": None,
-            "test_loss": 2.08 * math.exp(-0.4 * t) + (1.2 - final) * (1 - math.exp(-t)),
-            "epsilon_local_max": 0.9 * math.sqrt(t),
-            "epsilon_rho_max": 2.4 * math.sqrt(t),
-            "epsilon_aggregate_max": None,
-            "epsilon_this_run_max": None,
-            "epsilon_before_max": None,
-            "num_retired": 0,
-            "bytes_up": BYTES * (num_clients - (t == 3)) if t else 0,
-            "bytes_down": BYTES * num_clients if t else 0,
-            "seconds": 4.2,
-        }
-        for t in range(num_rounds + 1)
-    ]
+def _round_row(t: int, num_clients: int, final: float) -> RoundRow:
+    selected = num_clients if t else 0
+    replies = selected - (t == 3)
+    return written.round_row(
+        t,
+        [],
+        **{"num_selected": selected, "num_replies": replies, "num_failures": int(t == 3), "seconds": 4.2},
+        test_accuracy=0.131 + (final - 0.131) * (1 - math.exp(-0.6 * t)),
+        test_loss=2.08 * math.exp(-0.4 * t) + (1.2 - final) * (1 - math.exp(-t)),
+        **{"epsilon_local_max": 0.9 * math.sqrt(t), "epsilon_rho_max": 2.4 * math.sqrt(t)},
+        **{"bytes_up": BYTES * replies, "bytes_down": BYTES * selected},
+    )
 
 
-def _clients(num_clients: int, num_rounds: int) -> list[dict[str, Any]]:
-    return [_client_round(k, t, num_clients) for t in range(1, num_rounds + 1) for k in range(num_clients)]
-
-
-def _client_round(client: int, t: int, num_clients: int) -> dict[str, Any]:
+def _client_row(client: int, t: int, num_clients: int) -> ClientRow:
     num_records = 1200 - 900 * client // num_clients
     failed = client == 1 and t == 3
     epsilon = 340 / num_records * math.sqrt(t)
-    return {
-        "round": t,
-        "client": client,
-        "num_records": num_records,
-        "status": "timeout" if failed else "ok",
-        "sampling_probability": 64 / num_records,
-        "noise_multiplier": 1.88,
-        "effective_noise_multiplier": 1.88,
-        "steps": 3,
-        "weight": 1 / num_clients,
-        "rho_bar": 1 / math.sqrt(num_clients),
-        "epsilon_local": epsilon,
-        "epsilon_rho": 2.7 * epsilon,
-        "epsilon_aggregate": None,
-        "detail": "",
-        "delta": 1e-5,
-        "bytes_up": 0 if failed else BYTES,
-        "bytes_down": BYTES,
-        "seconds": 0.8,
-    }
+    return written.client_row(
+        t,
+        client,
+        "timeout" if failed else "ok",
+        **{"num_records": num_records, "sampling_probability": 64 / num_records, "delta": 1e-5, "seconds": 0.8},
+        **{"weight": 1 / num_clients, "rho_bar": 1 / math.sqrt(num_clients)},
+        **{"epsilon_local": epsilon, "epsilon_rho": 2.7 * epsilon},
+        **{"bytes_up": 0 if failed else BYTES, "bytes_down": BYTES},
+    )
 
 
-def _summary(spent: list[dict[str, Any]], num_clients: int, num_rounds: int) -> dict[str, Any]:
+def _summary(spent: list[ClientRow], num_clients: int, num_rounds: int) -> dict[str, Any]:
     # The final figures come from another accountant than the live ones: a little lower.
     clients = [
         {
-            "client": last["client"],
-            "num_records": last["num_records"],
-            "rounds": num_rounds,
-            "epsilon_local": 0.87 * last["epsilon_local"],
-            "epsilon_local_this_run": 0.87 * last["epsilon_local"],
-            "epsilon_rho": 0.87 * last["epsilon_rho"],
-            "earlier_runs": 0,
-            "retired": None,
-            "delta": 1e-5,
-            "bytes_up": BYTES * num_rounds,
-            "bytes_down": BYTES * num_rounds,
+            **{"client": last.client, "num_records": last.num_records, "rounds": num_rounds, "delta": 1e-5},
+            **dict.fromkeys(("epsilon_local", "epsilon_local_this_run"), 0.87 * last.epsilon_local),
+            **{"epsilon_rho": 0.87 * last.epsilon_rho, "earlier_runs": 0, "retired": None},
+            **{"bytes_up": BYTES * num_rounds, "bytes_down": BYTES * num_rounds},
         }
         for last in spent[-num_clients:]
     ]
     return {
         **dict.fromkeys((*QUALITY_KEYS, *LANGUAGE_KEYS)),
-        "warnings": [],
-        "accuracy": 0.871,
-        "accuracy_initial": 0.131,
-        "accuracy_non_private": 0.924,
-        "chance_accuracy": 0.125,
-        "epsilon_local_max": max(client["epsilon_local"] for client in clients),
-        "epsilon_rho_max": max(client["epsilon_rho"] for client in clients),
-        "delta_max": 1e-5,
-        "num_clients": num_clients,
-        "num_rounds": num_rounds,
-        "bytes_up": BYTES * num_clients * num_rounds,
-        "bytes_down": BYTES * num_clients * num_rounds,
-        "seconds": 125.0,
-        "noise_source": "secure",
-        "unit": "record",
-        "privacy_view": "local",
-        "budget_epsilon": [],
-        "stopped_early": None,
+        **{"accuracy": 0.871, "accuracy_initial": 0.131, "accuracy_non_private": 0.924, "chance_accuracy": 0.125},
+        **{key: max(client[key[:-4]] for client in clients) for key in ("epsilon_local_max", "epsilon_rho_max")},
+        **{"delta_max": 1e-5, "num_clients": num_clients, "num_rounds": num_rounds, "seconds": 125.0},
+        **{"bytes_up": BYTES * num_clients * num_rounds, "bytes_down": BYTES * num_clients * num_rounds},
+        **{"noise_source": "secure", "unit": "record", "privacy_view": "local", "accountant": "pld"},
+        **{"budget_epsilon": [], "stopped_early": None, "private": True, "adapters_moved": True, "warnings": []},
         "aggregate_objections": ["local_steps = 3: needs 1, since later steps depend on the client's own noise"],
-        "ledger_head": "0123456789abcdef" * 4,
-        "engine": "in-process",
-        "private": True,
-        "adapters_moved": True,
-        "accountant": "pld",
-        "clients": clients,
+        **{"ledger_head": "0123456789abcdef" * 4, "engine": "in-process", "clients": clients},
     }
 
 
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+def _write_csv(path: Path, rows: list[RoundRow] | list[ClientRow]) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(map(asdict, rows))

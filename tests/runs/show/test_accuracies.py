@@ -19,18 +19,11 @@ from simulations.display import TerminalObserver
 
 WARNING = "accuracy 0.871 ± 0.010 is not above 0.860 <b>"
 QUALITY: dict[str, Any] = {
-    "majority_accuracy": 0.6,
-    "accuracy_standard_error": 0.0106,
-    "macro_f1": 0.8512,
-    "confusion_matrix": [[590, 10], [119, 281]],
-    "labels": ["no & <i>", "yes"],
-    "probe_accuracy": 0.9011,
-    "tfidf_accuracy": 0.8834,
-    "alone_accuracy": 0.702,
-    "alone_accuracy_min": 0.61,
-    "alone_accuracy_max": 0.8015,
+    **{"majority_accuracy": 0.6, "accuracy_standard_error": 0.0106, "macro_f1": 0.8512, "warnings": [WARNING]},
+    **{"confusion_matrix": [[590, 10], [119, 281]], "labels": ["no & <i>", "yes"]},
+    **{"probe_accuracy": 0.9011, "tfidf_accuracy": 0.8834},
+    **{"alone_accuracy": 0.702, "alone_accuracy_min": 0.61, "alone_accuracy_max": 0.8015},
     "baselines": {"num_trained_on": 20_000, "num_available": 60_614, "folds": None},
-    "warnings": [WARNING],
 }
 
 

@@ -1,6 +1,5 @@
 """The page of a language model's run shows perplexity and answers, and no text of a model becomes markup."""
 
-import csv
 import io
 import json
 from pathlib import Path
@@ -12,20 +11,13 @@ from fedpriv.runs._rows import Sample
 from fedpriv.runs._writer import RunWriter
 from fedpriv.runs.show._report_page import write_report
 from simulations.display import TerminalObserver
-from tests.runs.show.test_page import Page
+from tests.runs.show.test_page import Page, edit_csv
 
 FIGURES = {
-    "perplexity": 9.87,
-    "perplexity_initial": 14.2,
-    "perplexity_non_private": 8.5,
-    "log_perplexity_change": -0.3637,
-    "log_perplexity_change_standard_error": 0.0213,
-    "rouge_l": 0.2154,
-    "rouge_l_initial": 0.1821,
-    "rouge_l_non_private": 0.2323,
-    "rouge_l_standard_error": 0.0111,
-    "rouge_l_change": 0.0333,
-    "rouge_l_change_standard_error": 0.0099,
+    **{"perplexity": 9.87, "perplexity_initial": 14.2, "perplexity_non_private": 8.5},
+    **{"log_perplexity_change": -0.3637, "log_perplexity_change_standard_error": 0.0213},
+    **{"rouge_l": 0.2154, "rouge_l_initial": 0.1821, "rouge_l_non_private": 0.2323},
+    **{"rouge_l_standard_error": 0.0111, "rouge_l_change": 0.0333, "rouge_l_change_standard_error": 0.0099},
     "num_generated": 12,
 }
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> & {{ 7 * 7 }}"
@@ -38,13 +30,8 @@ def page_of(run_dir: Path) -> tuple[str, Page]:
 
 def language_run(write_run, **changes: object) -> Path:
     run_dir = write_run(**(FIGURES | changes))
-    for path in (run_dir / "rounds.csv", run_dir / "comparison" / "rounds.csv"):
-        with path.open() as file:
-            rows = list(csv.DictReader(file))
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], "test_perplexity"])
-            writer.writeheader()
-            writer.writerows(row | {"test_perplexity": 14.2 / (1 + int(row["round"]))} for row in rows)
+    for folder in (run_dir, run_dir / "comparison"):
+        edit_csv(folder / "rounds.csv", test_perplexity=lambda row: 14.2 / (1 + int(row["round"])))
     texts = [Sample(prompt=f"p{i}", reference="r", untrained="u", private=f"a{i}", non_private="n") for i in range(11)]
     hostile = Sample(prompt=HOSTILE, reference=HOSTILE, untrained=HOSTILE, private=HOSTILE, non_private=HOSTILE)
     RunWriter(run_dir).write_answers([hostile, *texts])
@@ -70,11 +57,14 @@ def test_perplexity_stands_where_accuracy_is_the_share_of_next_tokens(write_run)
     assert "Test perplexity" in page.text
     assert "Test accuracy" not in page.text
     assert "Perplexity with DP" in page.text
-    confusion = {"confusion_matrix": [[3, 1], [0, 4]], "labels": ["yes", "no"], "macro_f1": 0.87}
+    assert "private" in page.cells
+    confusion = {"confusion_matrix": [[3, 1], [0, 4]], "labels": ["yes", "no"], "macro_f1": 0.87, "private": False}
     _, page = page_of(language_run(lambda **changes: write_run("answers", **changes), **confusion))
     assert "Test perplexity" in page.text
     assert "Test accuracy" in page.text
-    assert "Accuracy with DP" in page.text
+    assert "Accuracy" in page.text
+    assert "private" not in page.cells, "nor are the answers of a run without privacy called so"
+    assert "this run" in page.cells
 
 
 def test_a_run_without_comparison_or_answers_has_a_page(write_run):
@@ -85,12 +75,6 @@ def test_a_run_without_comparison_or_answers_has_a_page(write_run):
     assert "9.87" in page.cells
     assert "prompts with answers" not in page.text
     assert "ROUGE-L compares" not in page.text
-
-
-def test_answers_of_a_run_without_privacy_are_not_called_private(write_run):
-    _, page = page_of(language_run(write_run, private=False))
-    assert "private" not in page.cells
-    assert "this run" in page.cells
 
 
 def test_the_terminal_shows_perplexity_and_what_changed(write_run):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.runs.show._report_page import write_paper, write_report
-from tests.runs.show.conftest import write_finished_run
+from tests.runs.show.conftest import change_summary, write_finished_run
 
 WriteRun = Callable[..., Path]  # the fixture in conftest.py
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -62,8 +62,12 @@ def report(run_dir: Path) -> Page:
     return Page(write_report(run_dir).read_text(encoding="utf-8"))
 
 
-def edit_csv(path: Path, **changes: str) -> None:
-    rows = [row | changes for row in csv.DictReader(path.read_text().splitlines())]
+def edit_csv(path: Path, **changes: str | Callable[[dict[str, str]], object]) -> None:
+    """Give columns of a table another value, or one for each of its rows."""
+    rows = [
+        row | {name: value(row) if callable(value) else value for name, value in changes.items()}
+        for row in csv.DictReader(path.read_text().splitlines())
+    ]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -189,7 +193,7 @@ def test_infinity_is_shown_as_the_sign(write_run: WriteRun) -> None:
     run_dir = write_run(epsilon_rho_max="inf")
     summary = json.loads((run_dir / "summary.json").read_text())
     summary["clients"][2]["epsilon_rho"] = None
-    (run_dir / "summary.json").write_text(json.dumps(summary))
+    change_summary(run_dir, **summary)
     edit_csv(run_dir / "clients.csv", epsilon_rho="inf")
     page = report(run_dir)
     assert "ε = ∞ at δ = 1e-5" in page.text
@@ -218,17 +222,15 @@ def test_the_page_leads_with_what_was_bought_and_folds_theorem_1(write_run: Writ
     assert "Bytes in each round" in text, "one reply failed"
     edit_csv(run_dir / "rounds.csv", bytes_up="100", bytes_down="100")
     assert "Bytes in each round" not in write_report(run_dir).read_text()
-    summary = json.loads((run_dir / "summary.json").read_text())
-    (run_dir / "summary.json").write_text(json.dumps(summary | {"privacy_view": "rho"}))
+    change_summary(run_dir, privacy_view="rho")
     assert "<details open><summary>The rho view" in write_report(run_dir).read_text()
 
 
 def test_a_paper_gets_the_sentence_the_table_and_plots_with_named_axes(write_run: WriteRun, tmp_path: Path) -> None:
     run_dir = write_run(**BASELINES, accuracy_standard_error=0.01)
     summary = json.loads((run_dir / "summary.json").read_text())
-    labels = {"labels": ["a", "b"], "confusion_matrix": None}
     clients = [client | {"num_by_label": [3, 7]} for client in summary["clients"]]
-    (run_dir / "summary.json").write_text(json.dumps(summary | labels | {"clients": clients}))
+    change_summary(run_dir, labels=["a", "b"], confusion_matrix=None, clients=clients)
     page, sentence = report(run_dir).text.split("For your paper")
     assert "Labels of each client" in page
     for words in (
@@ -336,12 +338,8 @@ def test_a_broken_file_is_one_line(write_run: WriteRun, name: str, text: str, me
 
 
 EVALUATED = {
-    "accuracy": 0.7654,
-    "accuracy_initial": None,
-    "accuracy_non_private": None,
-    "accuracy_interval": [0.7123, 0.8234],
-    "evaluation_noise_multiplier": 4.0,
-    "num_evaluated_clients": 4,
+    **{"accuracy": 0.7654, "accuracy_initial": None, "accuracy_non_private": None},
+    **{"accuracy_interval": [0.7123, 0.8234], "evaluation_noise_multiplier": 4.0, "num_evaluated_clients": 4},
 }
 
 
