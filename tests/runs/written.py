@@ -29,14 +29,8 @@ WriteRun = Callable[..., Path]
 
 def client_row(round_: int, client: int, status: str = "ok", detail: str = "", **changes: Any) -> ClientRow:
     values = {
-        **{
-            "num_records": SIZES.get(client, 100),
-            "sampling_probability": 0.1,
-            "steps": 3,
-            "weight": 0.3,
-            "rho_bar": 0.6,
-        },
-        **{"noise_multiplier": 1.88, "effective_noise_multiplier": 1.88, "delta": 1e-5 / (client + 1)},
+        **{"num_records": SIZES.get(client, 100), "sampling_probability": 0.1, "steps": 3, "weight": 0.3},
+        **{"noise_multiplier": 1.88, "effective_noise_multiplier": 1.88, "rho_bar": 0.6, "delta": 1e-5 / (client + 1)},
         **{"epsilon_local": 0.1 * round_ * (client + 1), "epsilon_rho": 0.2 * round_ * (client + 1)},
         **{"epsilon_aggregate": None, "bytes_up": 1000, "bytes_down": 2000, "seconds": math.nan},
     }

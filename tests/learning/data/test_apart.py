@@ -1,7 +1,6 @@
 """A test set that is shown without noise holds no record and no person of private data, by whatever name it comes."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -30,45 +29,35 @@ def loaded(private, test, **changes):
     return load(parse({"data": str(private), "test_data": str(test), "num_clients": 2, "batch_size": 2, **changes}))
 
 
-def hard_link(private, path):
-    os.link(private, path)
-    return path
-
-
-def symlink(private, path):
-    path.symlink_to(private)
-    return path
-
-
 def moved(row, **changes):
     """The row with other values in some columns."""
     return tuple(changes.get(name, value) for name, value in zip(HEADER, row, strict=True))
 
 
+def with_others(path, row):
+    return write(path, [*OTHERS, row], HEADER)
+
+
+LAST = r"1 record \(13\) have the text"
+# {case: (how a test set is made at a path, what is said of it)}
 SHARED = {
-    "the same path": (lambda private, folder: private, "is the file of data"),
-    "a path with dots": (lambda private, folder: folder / "." / ".." / folder.name / private.name, "is the file of"),
-    "a symbolic link": (lambda private, folder: symlink(private, folder / "public.csv"), "is the file of data"),
-    "a hard link": (lambda private, folder: hard_link(private, folder / "public.csv"), "is the file of data"),
-    "a copy": (
-        lambda private, folder: shutil.copy(private, folder / "c.csv"),
-        r"40 records \(1, 2, 3, 4, 5 and 35 more",
+    "the same path": (lambda private, path: private, "is the file of data"),
+    "a path with dots": (
+        lambda private, path: private.parent / "." / ".." / private.parent.name / private.name,
+        "is the",
     ),
-    "another format": (
-        lambda _, folder: jsonl(folder / "c.jsonl", PRIVATE[::-1]),
-        "40 records .* have the text of one",
-    ),
-    "one row": (
-        lambda _, folder: write(folder / "c.csv", [*OTHERS, PRIVATE[7]], HEADER),
-        r"1 record \(13\) have the text",
-    ),
+    "a symbolic link": (lambda private, path: path.symlink_to(private), "is the file of data"),
+    "a hard link": (lambda private, path: path.hardlink_to(private), "is the file of data"),
+    "a copy": (lambda private, path: shutil.copy(private, path), r"40 records \(1, 2, 3, 4, 5 and 35 more"),
+    "another format": (lambda _, path: jsonl(path.with_suffix(".jsonl"), PRIVATE[::-1]), "40 records .* have the text"),
+    "one row": (lambda _, path: with_others(path, PRIVATE[7]), LAST),
     "a row with another label and person": (
-        lambda _, folder: write(folder / "c.csv", [*OTHERS, moved(PRIVATE[7], label="a", patient="Z")], HEADER),
-        r"1 record \(13\) have the text",
+        lambda _, path: with_others(path, moved(PRIVATE[7], label="a", patient="Z")),
+        LAST,
     ),
     "a person": (
-        lambda _, folder: write(folder / "c.csv", [*OTHERS, ("another text", "a", "p007 ")], HEADER),
-        r"1 record \(13\) are about a person in data",
+        lambda _, path: with_others(path, ("another text", "a", "p007 ")),
+        r"1 record \(13\) are about a person",
     ),
 }
 
@@ -77,7 +66,7 @@ SHARED = {
 @pytest.mark.parametrize("by_person", [False, True])
 def test_a_test_set_that_is_private_data_is_refused_in_one_line(case, by_person, private, tmp_path):
     make, message = SHARED[case]
-    test = make(private, tmp_path)
+    test = make(private, tmp_path / "public.csv") or tmp_path / "public.csv"
     changes = {"person_column": "patient"} if by_person else {}
     if case == "a person" and not by_person:
         assert loaded(private, test).test.texts[-1] == "another text", "nobody said which column names persons"
@@ -91,10 +80,10 @@ def test_a_test_set_that_is_private_data_is_refused_in_one_line(case, by_person,
 
 def test_records_of_no_client_are_private_too(private, tmp_path):
     """Those without a usable label, and those beyond `max_records`: the table is the holders'."""
-    test = write(tmp_path / "t.csv", [*OTHERS, PRIVATE[1]], HEADER)
+    test = tmp_path / "t.csv"
     for changes in ({"max_records": 2}, {"labels": ["a", "c"]}):
-        with pytest.raises(InputError, match=r"1 record \(13\) have the text"):
-            loaded(private, write(test, [*OTHERS, moved(PRIVATE[1], label="a")], HEADER), **changes)
+        with pytest.raises(InputError, match=LAST):
+            loaded(private, with_others(test, moved(PRIVATE[1], label="a")), **changes)
 
 
 NEAR = [
@@ -107,17 +96,16 @@ def test_near_duplicates_are_counted_in_one_warning(private, tmp_path):
     rows = [*OTHERS, *(moved(row, patient="Z") for row in NEAR)]
     (line,) = loaded(private, write(tmp_path / "t.csv", rows, HEADER)).warnings[-1:]
     assert line.endswith("t.csv': 2 records with the text of one in data but for case, blanks, punctuation")
-    assert not any(
-        "but for case" in line for line in loaded(private, write(tmp_path / "o.csv", OTHERS, HEADER)).warnings
-    )
+    others = write(tmp_path / "o.csv", OTHERS, HEADER)
+    assert not any("but for case" in line for line in loaded(private, others).warnings)
 
 
 @pytest.mark.parametrize("text", ["", " ", "...", "\N{PILE OF POO}"])
 def test_texts_that_say_nothing_are_in_common_with_none(text, tmp_path):
     private = write(tmp_path / "private.csv", [*PRIVATE, (text, "a", "P040")], HEADER)
-    test = write(tmp_path / "t.csv", [*OTHERS, (text, "a", "Q040")], HEADER)
+    test = with_others(tmp_path / "t.csv", (text, "a", "Q040"))
     if text.strip():  # it is a text all the same
-        with pytest.raises(InputError, match=r"1 record \(13\) have the text"):
+        with pytest.raises(InputError, match=LAST):
             loaded(private, test)
     else:
         assert not any("the text of one in data" in line for line in loaded(private, test).warnings)
@@ -135,16 +123,15 @@ PROMPTS = {"prompt_column": "text", "response_column": "label"}
 @pytest.mark.parametrize(("answers", "is_shared"), [((), False), (("a", "b"), True)])
 def test_an_answer_is_a_label_and_a_response_a_text(private, tmp_path, answers, is_shared):
     """With a few allowed answers the prompt alone is what is somebody's."""
-    other = moved(PRIVATE[7], label="a", patient="Z")
-    test = write(tmp_path / "t.csv", [*OTHERS, other], HEADER)
+    test = with_others(tmp_path / "t.csv", moved(PRIVATE[7], label="a", patient="Z"))
     changes = {**PROMPTS, "answers": list(answers)}
     if is_shared:
-        with pytest.raises(InputError, match=r"1 record \(13\) have the text"):
+        with pytest.raises(InputError, match=LAST):
             loaded(private, test, **changes)
     else:
         assert len(loaded(private, test, **changes).test) == 13
-    with pytest.raises(InputError, match=r"1 record \(13\) have the text"):
-        loaded(private, write(tmp_path / "u.csv", [*OTHERS, PRIVATE[7]], HEADER), **changes)
+    with pytest.raises(InputError, match=LAST):
+        loaded(private, with_others(tmp_path / "u.csv", PRIVATE[7]), **changes)
 
 
 def test_nothing_is_compared_where_records_are_on_nodes(private):

@@ -73,17 +73,13 @@ def test_a_system_prompt_goes_before_chats_without_one_of_their_own(tokenizer, o
     assert ("of the record" in given, "of the run" in given) == (own, not own)
 
 
-# ---------------------------------------------------------------- cutting
-
-
 def frame_length(tokenizer):
     """Tokens of the template around a prompt and before a response."""
-    return len(
-        tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)["input_ids"]
-    )
+    turns = [{"role": "user", "content": ""}]
+    return len(tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"])
 
 
-def test_the_prompt_is_cut_first_and_by_its_end(tokenizer):
+def test_a_long_prompt_is_cut_first_and_by_its_end(tokenizer):
     words = "flu rash cough " * 30
     whole = row_of(tokenizer, words, RESPONSE)
     given, learned = halves(row_of(tokenizer, words, RESPONSE, max_length=60))
@@ -91,6 +87,9 @@ def test_the_prompt_is_cut_first_and_by_its_end(tokenizer):
     text = tokenizer.decode(given)
     assert text.startswith("<|im_start|>user\nflu rash")
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    row = row_of(tokenizer, PROMPT, "A viral disease. " * 50, max_length=60)
+    assert halves(row)[0] == halves(row_of(tokenizer, PROMPT, RESPONSE))[0], "a short one leaves its room"
+    assert len(row["input_ids"]) == 60
 
 
 def test_a_prompt_keeps_a_quarter_of_the_room_and_then_the_response_loses_its_end(tokenizer):
@@ -102,59 +101,26 @@ def test_a_prompt_keeps_a_quarter_of_the_room_and_then_the_response_loses_its_en
     assert tokenizer.eos_token_id not in learned
 
 
-def test_a_short_prompt_leaves_its_room_to_the_response(tokenizer):
-    row = row_of(tokenizer, PROMPT, "A viral disease. " * 50, max_length=60)
-    assert halves(row)[0] == halves(row_of(tokenizer, PROMPT, RESPONSE))[0]
-    assert len(row["input_ids"]) == 60
-
-
 def test_of_several_prompts_the_oldest_is_cut_first(tokenizer):
     text = users_are("flu " * 20, "rash " * 20, "cough " * 20)
     whole = row_of(tokenizer, text, RESPONSE, chat=CHATS)
-    given, learned = shown(
-        tokenizer, row_of(tokenizer, text, RESPONSE, chat=CHATS, max_length=len(whole["input_ids"]) - 30)
-    )
+    room = len(whole["input_ids"]) - 30
+    given, learned = shown(tokenizer, row_of(tokenizer, text, RESPONSE, chat=CHATS, max_length=room))
     assert given.count("cough") == 20
     assert given.count("flu") < 20
     assert (given.count("<|im_start|>"), learned) == (4, RESPONSE + "<|im_end|>")
 
 
 def test_any_length_from_the_smallest_on_keeps_some_of_the_response(tokenizer):
-    smallest = next(n for n in range(1, 100) if accepts(tokenizer, n))
+    smallest = frame_length(tokenizer) + 3  # a token of the prompt, one of the response, and the end
     for length in range(smallest, smallest + 12):
         assert sum(row_of(tokenizer, "flu " * 40, "rash " * 40, max_length=length)[RESPONSE_MASK]) >= 1
-
-
-def accepts(tokenizer, max_length):
-    try:
-        PLAIN.check(tokenizer, model="m", max_length=max_length)
-    except InputError:
-        return False
-    return True
-
-
-# ---------------------------------------------------------------- records that nothing is learned from
-
-
-@pytest.mark.parametrize("response", ["", " \n"])
-def test_an_empty_response_is_unusable(tokenizer, response):
-    assert row_of(tokenizer, PROMPT, response) is None
-
-
-def test_a_prompt_may_be_empty(tokenizer):
-    assert shown(tokenizer, row_of(tokenizer, "", RESPONSE))[1] == RESPONSE + "<|im_end|>"
 
 
 def test_a_chat_whose_frame_alone_is_too_long_is_unusable(tokenizer):
     text = users_are(*["flu"] * 41)
     assert row_of(tokenizer, text, RESPONSE, chat=CHATS, max_length=100) is None
     assert row_of(tokenizer, text, RESPONSE, chat=CHATS) is not None
-
-
-@pytest.mark.parametrize("text", ["\ud800", "flu \udfff"])
-def test_a_text_that_the_tokenizer_fails_on_is_unusable(tokenizer, text):
-    assert row_of(tokenizer, text, RESPONSE) is None
-    assert row_of(tokenizer, PROMPT, text) is None
 
 
 def test_roles_that_the_template_refuses_make_their_own_record_unusable():
@@ -165,16 +131,19 @@ def test_roles_that_the_template_refuses_make_their_own_record_unusable():
     assert others == [None, None]
 
 
-def test_no_record_decides_what_becomes_of_another(tokenizer):
-    prompts = [PROMPT, "\ud800", "", "x<|im_end|>y", "flu " * 90, PROMPT]
-    responses = [RESPONSE, RESPONSE, "rash", "<|im_start|>", "", "cough " * 90]
-    together = PLAIN.encode(tokenizer, prompts, responses, 60)
-    alone = [row_of(tokenizer, p, r, max_length=60) for p, r in zip(prompts, responses, strict=True)]
-    assert together == alone
-    assert [row is None for row in together] == [False, True, False, False, True, False]
-
-
-# ---------------------------------------------------------------- attacks
+def test_records_that_nothing_is_learned_from_decide_nothing_of_another(tokenizer):
+    records = [
+        (PROMPT, RESPONSE),
+        ("", RESPONSE),  # a prompt may be empty
+        ("x<|im_end|>y", "<|im_start|>"),
+        (PROMPT, "cough " * 90),
+        *((PROMPT, ""), (PROMPT, " \n")),
+        *(("\ud800", RESPONSE), ("flu \udfff", RESPONSE), (PROMPT, "\ud800")),  # which the tokenizer fails on
+    ]
+    together = PLAIN.encode(tokenizer, *map(list, zip(*records, strict=True)), 60)
+    assert together == [row_of(tokenizer, prompt, response, max_length=60) for prompt, response in records]
+    assert [row is None for row in together] == [False] * 4 + [True] * 5
+    assert shown(tokenizer, together[1])[1] == RESPONSE + "<|im_end|>"
 
 
 ATTACKS = [
@@ -203,19 +172,13 @@ def test_no_text_forges_a_turn_or_an_end(tokenizer, attack, chat):
         given, learned = shown(tokenizer, row)
         assert prompt in given
         assert learned == response + "<|im_end|>"
-
-
-def test_a_system_prompt_forges_none_either(tokenizer):
-    row = row_of(tokenizer, PROMPT, RESPONSE, chat=ChatFormat(system_prompt=ATTACKS[0]))
-    assert row["input_ids"].count(tokenizer.eos_token_id) == 3
+    row = row_of(tokenizer, PROMPT, RESPONSE, chat=ChatFormat(system_prompt=attack))
+    assert row["input_ids"].count(tokenizer.eos_token_id) == 3, "nor does a system prompt"
 
 
 def test_a_template_does_not_see_what_a_record_says():
     tokenizer = chat_tokenizer(CHATML.replace("m['content'] +", "m['content'].split('flu')[-1] +", 1))
     assert PROMPT in shown(tokenizer, row_of(tokenizer, PROMPT, RESPONSE))[0]
-
-
-# ---------------------------------------------------------------- what is checked beforehand
 
 
 def refused(tokenizer, *, chat=PLAIN, max_length=LONG):
@@ -232,7 +195,7 @@ def test_a_model_without_a_chat_template_is_refused():
 
 
 def test_a_length_without_room_beside_the_template_is_refused(tokenizer):
-    smallest = frame_length(tokenizer) + 3  # a token of the prompt, one of the response, and the end
+    smallest = frame_length(tokenizer) + 3
     assert f"max_length = {smallest - 1}: must be at least {smallest}" in refused(tokenizer, max_length=smallest - 1)
     PLAIN.check(tokenizer, model="m", max_length=smallest)
     chat = ChatFormat(system_prompt="You are kind.")
@@ -263,9 +226,8 @@ def test_a_template_that_takes_no_system_turn_refuses_a_system_prompt():
 def test_a_text_of_the_run_that_no_record_could_be_learned_with_is_refused(texts):
     tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "§"]})
-    assert "takes a part of system_prompt or prompt_template for a special token" in refused(
-        tokenizer, chat=ChatFormat(**texts)
-    )
+    said = "takes a part of system_prompt or prompt_template for a special token"
+    assert said in refused(tokenizer, chat=ChatFormat(**texts))
 
 
 def test_a_response_without_an_end_in_the_template_gets_the_tokenizers():

@@ -40,12 +40,7 @@ def test_every_form_says_which_choice_is_right(form):
 
 
 REFUSED = {
-    "is none of its choices, by their texts, names or numbers": [
-        (AB, 2, ()),
-        (AB, None, ()),
-        (AB, "tea", ()),
-        (AB, "01", ()),
-    ],
+    "is none of its choices, by their texts, names or numbers": [(AB, right, ()) for right in (2, None, "tea", "01")],
     "is none of its choices, by labels = 1,2": [(AB, "0", ("1", "2")), (AB, AB[1], ("1", "2"))],
     "none of its choices, by labels = a,b,c": [(AB, "c", ("a", "b", "c"))],
     "fewer than two": [([[]], 0, ()), ([["a"]], 0, ()), ((AB[0], None), 0, ()), ([json.dumps(AB[:1])], 0, ())],
@@ -53,12 +48,7 @@ REFUSED = {
     "an empty choice": [(("a", " "), 0, ()), ([["", "b"]], 1, ()), ((None, "b"), 1, ())],
     "the text of one choice and the name of another": [(("1", "0"), 1, ()), ([["2", "3", "1"]], "2", ())],
     "holds no list of choices": [
-        (AB[:1], 0, ()),
-        (["[" * 9], 0, ()),
-        (["a, b"], 0, ()),
-        (["3"], 0, ()),
-        ([7], 0, ()),
-        ([None], 0, ()),
+        *((values, 0, ()) for values in (AB[:1], ["[" * 9], ["a, b"], ["3"], [7], [None])),
         *(([{"text": AB, "label": label}], 0, ()) for label in (5, "AB")),
     ],
     "holds a list, not a text": [([[["a"], "b"]], 1, ())],

@@ -8,7 +8,7 @@ import pytest
 from fedpriv.config import ON_NODES, parse
 from fedpriv.errors import InputError
 from fedpriv.learning.data._tables import read_strictly
-from fedpriv.learning.data.federated import answered, load, load_own
+from fedpriv.learning.data.federated import answered, load_own
 from fedpriv.learning.data.records import PlainText, Records, tokenize
 from fedpriv.learning.data.text import DataSource, TextData, from_messages, response_of, turns_of
 from tests.chats import chat_tokenizer
@@ -25,9 +25,6 @@ def own(path, lines, *, run=None, **columns):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = parse(columns | (run or {}) | {"data": ON_NODES, "test_data": "t.csv", "num_clients": 1})
     return answered(load_own(config, DataSource(data=str(path), **columns)).clients[0], config)
-
-
-# ---------------------------------------------------------------- messages
 
 
 @pytest.mark.parametrize("before", [[USER], [SYSTEM, USER], [USER, ASSISTANT, USER]])
@@ -81,17 +78,11 @@ def test_lists_of_messages_are_read_from_jsonl_and_parquet(tmp_path):
     assert set(from_lines.clients[0].pairs) == {"A disease."}
 
 
-# ---------------------------------------------------------------- prompts, responses, answers
-
-
-def test_prompts_and_responses_are_the_columns_texts(tmp_path):
+def test_prompts_and_responses_are_the_columns_texts_and_answers_stand_for_labels(tmp_path):
     data = federation(write(tmp_path / "r.csv", ROWS), **ASKS, client_column="site")
     records = [pair for part in (*data.clients, data.test) for pair in zip(part.texts, part.pairs, strict=True)]
     assert sorted(records) == sorted((row["question"], row["answer"]) for row in ROWS)
     assert (data.label_names, data.test.labels) == ((), ())
-
-
-def test_answers_stand_for_labels_and_records_with_other_labels_are_left_out(tmp_path):
     keys = {"labels": "0,1", "answers": "negative,positive"}
     data = federation(write(tmp_path / "r.csv", ROWS), **ASKS, **keys, client_column="site")
     records = [pair for part in (*data.clients, data.test) for pair in zip(part.texts, part.pairs, strict=True)]
@@ -107,11 +98,6 @@ def test_without_labels_the_column_holds_the_answers():
     assert response_of("perhaps", labels=(), answers=()) == "perhaps"
 
 
-def test_a_table_without_any_allowed_answer_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"^answers = yes,no: 'answer' of .*r\.csv has none of yes,no$"):
-        federation(write(tmp_path / "r.csv", ROWS), **ASKS, answers="yes,no")
-
-
 @pytest.mark.parametrize("key", ["text_column", "prompt_column", "response_column"])
 def test_a_column_of_texts_that_holds_lists_is_refused_by_name(tmp_path, key):
     rows = [{"question": "a", "answer": "b", "text": "c", "m": [USER, ASSISTANT]}] * 9
@@ -120,24 +106,20 @@ def test_a_column_of_texts_that_holds_lists_is_refused_by_name(tmp_path, key):
         federation(write(tmp_path / "r.jsonl", rows), **{**keys, key: "m"})
 
 
-def test_a_list_in_a_nodes_column_of_texts_is_named_before_anything_is_registered(tmp_path):
+def test_what_cannot_be_read_is_named_before_anything_is_registered(tmp_path):
+    path = write(tmp_path / "r.csv", ROWS)
+    with pytest.raises(InputError, match=r"^response_column = 'none'"):
+        federation(path, prompt_column="question", response_column="none")
+    with pytest.raises(InputError, match=r"^answers = yes,no: 'answer' of .*r\.csv has none of yes,no$"):
+        federation(path, **ASKS, answers="yes,no")
     path = write(tmp_path / "r.jsonl", [{"text": "a"}, {"text": [USER]}])
     with pytest.raises(InputError, match=r"line 2: .*messages_column"):
         read_strictly(DataSource(data=str(path), label_column=""))
 
 
-def test_a_missing_column_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"^response_column = 'none'"):
-        federation(write(tmp_path / "r.csv", ROWS), prompt_column="question", response_column="none")
-
-
-# ---------------------------------------------------------------- as many records as a run can take
-
-
 def test_each_client_keeps_at_most_so_many_records_and_the_seed_says_which(tmp_path):
-    path = write(
-        tmp_path / "r.csv", [{"text": str(i), "label": "ab"[i % 2], "site": f"s{i % 7 // 3}"} for i in range(70)]
-    )
+    rows = [{"text": str(i), "label": "ab"[i % 2], "site": f"s{i % 7 // 3}"} for i in range(70)]
+    path = write(tmp_path / "r.csv", rows)
 
     def clients(**changes):
         return [part.texts for part in federation(path, client_column="site", test_data=str(path), **changes).clients]
@@ -145,21 +127,12 @@ def test_each_client_keeps_at_most_so_many_records_and_the_seed_says_which(tmp_p
     whole, few = clients(), clients(max_records=12)
     assert [len(part) for part in few] == [12, 12, 10]
     assert few[2] == whole[2]
-    assert all(
-        set(part) < set(all_) and list(part) == sorted(part, key=int)
-        for part, all_ in zip(few, whole[:2], strict=False)
-    )
+    for part, everything in zip(few[:2], whole[:2], strict=True):
+        assert set(part) < set(everything)
+        assert list(part) == sorted(part, key=int)
     assert clients(max_records=12) == few != clients(max_records=12, seed=1)
-
-
-def test_the_batch_must_fit_what_is_kept(tmp_path):
-    path = write(tmp_path / "r.csv", [{"text": str(i), "label": "ab"[i % 2]} for i in range(70)])
-    keys = {"data": str(path), "public_data": True, "recipe": "per-sample", "batch_size": 8, "max_records": 7}
-    with pytest.raises(InputError, match=r"batch_size = 8: client 0 .* has only 7 records"):
-        load(parse(keys))
-
-
-# ---------------------------------------------------------------- plain texts of causal models
+    with pytest.raises(InputError, match=r"batch_size = 13: client 0 .* has only 12 records"):
+        clients(max_records=12, recipe="per-sample", batch_size=13)
 
 
 def test_a_plain_text_gets_an_end_where_there_is_room():

@@ -28,10 +28,8 @@ def rows_of(num_persons: int = 40) -> list[tuple[str, ...]]:
     rows = []
     for person in range(num_persons):
         for record in range(1 + person % 4):
-            word = WORDS[(person + record) % len(WORDS)]
-            rows.append(
-                (f"{word} {person} {record}", LABELS[(person + record) % 3], f"site-{person % 2}", f"P{person:03}")
-            )
+            text = f"{WORDS[(person + record) % len(WORDS)]} {person} {record}"
+            rows.append((text, LABELS[(person + record) % 3], f"site-{person % 2}", f"P{person:03}"))
     return rows[::2] + rows[1::2]
 
 
@@ -97,15 +95,9 @@ def test_the_coin_that_sets_aside_is_the_persons_whatever_its_records_are(table)
     data = load(config_of(table, partition="iid", num_clients=1)).clients[0]
     train, aside = held_out(data, fraction=0.4, key=b"key")
     kept, set_aside = sides(train, aside)
-    assert kept
-    assert set_aside
-    assert not kept & set_aside
-    more = replace(
-        data,
-        texts=(*data.texts, "another text", "newcomer"),
-        labels=(*data.labels, LABELS[0], LABELS[1]),
-        persons=(*data.persons, "P003", "P999"),
-    )
+    assert min(len(kept), len(set_aside)) > 0 == len(kept & set_aside)
+    texts, labels = (*data.texts, "another text", "newcomer"), (*data.labels, *LABELS[:2])
+    more = replace(data, texts=texts, labels=labels, persons=(*data.persons, "P003", "P999"))
     now_kept, now_aside = sides(*held_out(more, fraction=0.4, key=b"key"))
     assert (now_kept - {"P999"}, now_aside - {"P999"}) == (kept, set_aside)
 
@@ -135,20 +127,17 @@ def test_the_embedded_patients_are_at_one_hospital_each_and_change_no_text():
 
 
 MISTAKES = {
-    "two spellings": (
-        [("x 1", LABELS[0], "site-0", "p000 ")],
-        "persons: 'p000 ' differs from 'P000' by case or blanks",
-    ),
-    "nobody": ([("x 1", LABELS[0], "site-0", " ")], "persons: some records name nobody"),
-    "unknown": ([("x 1", LABELS[0], "site-0", "unknown")], "persons: 'unknown' looks like a missing one"),
-    "two sites": ([("x 1", LABELS[0], "site-1", "P000")], "persons: 1 have records at more than 1 client, at up to 2"),
+    "two spellings": ("site-0", "p000 ", "persons: 'p000 ' differs from 'P000' by case or blanks"),
+    "nobody": ("site-0", " ", "persons: some records name nobody"),
+    "unknown": ("site-0", "unknown", "persons: 'unknown' looks like a missing one"),
+    "two sites": ("site-1", "P000", "persons: 1 have records at more than 1 client, at up to 2"),
 }
 
 
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_a_mistake_about_persons_is_refused_unless_it_is_meant(tmp_path, kind):
-    more, message = MISTAKES[kind]
-    path = write(tmp_path / "t.csv", [*rows_of(), *more])
+    site, person, message = MISTAKES[kind]
+    path = write(tmp_path / "t.csv", [*rows_of(), ("x 1", LABELS[0], site, person)])
     with pytest.raises(InputError, match=message):
         load(config_of(path, client_column="site"))
     data = load(config_of(path, client_column="site", table_checks="warn"))
@@ -168,13 +157,9 @@ def test_a_column_that_looks_like_persons_is_told_where_none_is_named(tmp_path):
 def test_a_node_reads_persons_and_leaves_out_records_of_nobody(tmp_path):
     path = write(tmp_path / "t.csv", [*rows_of(), ("x", LABELS[0], "site-0", "  ")])
     config = parse({"data": ON_NODES, "unit": "person", "labels": list(LABELS)})
+    assert (config.most_of_a_person, parse({"data": "t.csv"}).most_of_a_person) == (8, 0)
     (records,) = load_own(config, DataSource(data=str(path), person_column="patient")).clients
     assert len(records) == len(rows_of())
     assert records.num_units == 40
     assert by_person(records.persons)["P003"] == [place for place, row in enumerate(rows_of()) if row[3] == "P003"]
     assert repr(records) == repr(replace(records, persons=None)), "the note of a content would change with the unit"
-
-
-def test_a_column_of_persons_makes_these_the_unit():
-    assert parse({"data": "t.csv", "person_column": "p"}).most_of_a_person == 8
-    assert parse({"data": "t.csv"}).most_of_a_person == 0
