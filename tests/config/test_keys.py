@@ -86,10 +86,12 @@ def test_noise_that_is_not_given_is_calibrated():
     assert differing(found, setting.config) == {"noise_multiplier", *RunConfig.keys_with(Fact.CALIBRATED)}
 
 
-def test_digest_ignores_where_results_go_but_not_the_seed():
+def test_digest_ignores_where_results_go_but_not_the_seed_and_no_key_can_be_set():
     base = RunConfig()
     assert replace(base, out="/elsewhere").digest == base.digest
     assert replace(base, seed=1).digest != base.digest
+    with pytest.raises(AttributeError):
+        base.seed = 1
     assert len({field.name for field in fields(RunConfig)}) == len(KEYS)
 
 

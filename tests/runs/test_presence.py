@@ -45,6 +45,7 @@ def test_a_process_lives_until_it_is_killed_and_then_at_once_no_more(tmp_path: P
         process.wait()
         assert is_alive(tmp_path) is False
     with marked_alive(tmp_path):
+        (tmp_path / files.PRESENCE).read_bytes()  # classic POSIX locks would be gone once this is closed
         assert is_alive(tmp_path) is True
     assert is_alive(tmp_path) is False
 
@@ -84,12 +85,6 @@ def test_of_two_that_begin_at_the_same_moment_one_is_refused_and_the_other_lives
         assert (tmp_path / files.PRESENCE).read_bytes() == before
 
 
-def test_a_look_from_the_same_process_does_not_unlock_the_file(tmp_path: Path) -> None:
-    with marked_alive(tmp_path):
-        (tmp_path / files.PRESENCE).read_bytes()  # classic POSIX locks would be gone once this is closed
-        assert is_alive(tmp_path) is True
-
-
 def test_those_who_look_all_the_time_keep_no_run_from_starting(tmp_path: Path) -> None:
     done = threading.Event()
 
@@ -118,20 +113,16 @@ def test_of_another_machine_or_from_a_damaged_file_nothing_is_known(tmp_path: Pa
         assert json.loads((tmp_path / files.PRESENCE).read_text())["boot"] == files._boot()
 
 
+def test_without_a_file_or_locks_nothing_is_known_and_a_run_runs(tmp_path: Path, monkeypatch) -> None:
+    assert is_alive(tmp_path) is is_alive(tmp_path / "nowhere") is None
+    monkeypatch.setattr(files, "_SET", None)
+    with marked_alive(tmp_path):
+        assert is_alive(tmp_path) is None
+
+
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / files.PRESENCE).symlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match=files.PRESENCE), marked_alive(tmp_path):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
-
-
-def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
-    assert is_alive(tmp_path) is None
-    assert is_alive(tmp_path / "nowhere") is None
-
-
-def test_where_there_are_no_locks_a_run_runs_and_nothing_is_known(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(files, "_SET", None)
-    with marked_alive(tmp_path):
-        assert is_alive(tmp_path) is None

@@ -17,20 +17,14 @@ from fedpriv.runs.plan import memory
 from fedpriv.runs.plan.memory import MemorySetting, _configuration, largest_batch, memory_plan
 from fedpriv.texts import parse_bytes
 from tests.cli.command_line import as_json, fedpriv
+from tests.marks import slow
 from tests.tiny import random_records
 from tests.tiny_gguf import tiny_llama, write_gguf
 
 SMALL = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
+    **{"model_type": "llama", "vocab_size": 300, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"tie_word_embeddings": False, "pad_token_id": 0},
 }
 
 
@@ -41,29 +35,27 @@ def folder(tmp_path):
     return str(tmp_path)
 
 
-def adapted(**changes):
+def adapted(num_layers: int = SMALL["num_hidden_layers"]):
     """A small Llama with LoRA in query and value, under the default device."""
-    config = AutoConfig.for_model(**{**SMALL, **changes})
+    config = AutoConfig.for_model(**SMALL | {"num_hidden_layers": num_layers})
     base = freeze("small", AutoModelForCausalLM.from_config(config), None, task="CAUSAL_LM")
     return attach(base, LoraSettings(rank=4, task="CAUSAL_LM"))
 
 
 # As the models' pages on the Hub, or sums over their checkpoints' tensors, have them.
+PUBLISHED = {
+    **{"meta-llama/Llama-2-7b-hf": 6_738_415_616, "Qwen2.5-7B": 7_615_616_512, "SmolLM2-135M-Instruct": 134_515_008},
+    **{"mistralai/Mistral-7B-v0.1": 7_241_732_096, "meta-llama/Llama-2-13b-hf": 13_015_864_320},
+    **{"meta-llama/Meta-Llama-3-8B": 8_030_261_248, "smollm2-360m": 361_821_120},
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("meta-llama/Llama-2-7b-hf", 6_738_415_616),
-        pytest.param("meta-llama/Llama-2-13b-hf", 13_015_864_320, marks=pytest.mark.slow),
-        pytest.param("meta-llama/Meta-Llama-3-8B", 8_030_261_248, marks=pytest.mark.slow),
-        ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
-        ("Qwen2.5-7B", 7_615_616_512),
-        ("SmolLM2-135M-Instruct", 134_515_008),
-        pytest.param("smollm2-360m", 361_821_120, marks=pytest.mark.slow),
-        pytest.param("HuggingFaceTB/SmolLM2-1.7B", 1_711_376_384, marks=pytest.mark.slow),
-    ],
+    "name", ["meta-llama/Llama-2-7b-hf", "Qwen2.5-7B", "SmolLM2-135M-Instruct", *slow(*list(PUBLISHED)[3:])]
 )
-def test_well_known_models_have_their_published_numbers_of_parameters(name, parameters):
-    assert memory_plan(MemorySetting(model=name)).num_parameters == parameters
+def test_well_known_models_have_their_published_numbers_of_parameters(name):
+    assert memory_plan(MemorySetting(model=name)).num_parameters == PUBLISHED[name]
 
 
 def test_trained_values_and_a_base_of_four_bits_are_those_of_the_formulas():
@@ -119,7 +111,7 @@ def test_a_pass_without_values_takes_what_a_real_one_does(again):
 def test_what_bounds_the_rows_of_a_pass_is_no_less_than_it_takes(layers, tokens, again):
     """The generous estimate by which a run cuts a batch, against the count."""
     with torch.device("meta"):
-        model = adapted(num_hidden_layers=layers)
+        model = adapted(layers)
     counted = peak_of_pass(model, rows=4, tokens=tokens, activation_checkpointing=again)
     trained = [p for p in model.parameters() if p.requires_grad]
     footprint = Footprint.of(model, trained, frozen_layers=0, whole_logits=False, recomputes=again)

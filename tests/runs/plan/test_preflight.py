@@ -31,6 +31,7 @@ ADAPTER = {
     "layer.lora_B.weight": torch.empty(3, 2),
     "head.bias": torch.ones(2),
 }
+ON_NODES_HERE = {"data": ON_NODES, "labels": "a,b"}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -42,7 +43,7 @@ def values(table, tiny_bert):
 def test_a_run_that_can_start_passes(values, tmp_path):
     preflight.check(parse(values | {"out": str(tmp_path / "new")}))
     assert not (tmp_path / "new").exists()
-    preflight.check(parse({"data": ON_NODES, "labels": "a,b"}))
+    preflight.check(parse(ON_NODES_HERE))
 
 
 @pytest.mark.parametrize(
@@ -54,21 +55,15 @@ def test_a_run_that_can_start_passes(values, tmp_path):
         ({"budget_epsilon": [1.0, 2.0]}, "budget_epsilon = .*: has 2 entries for 3 clients"),
         ({"aggregation": "flora", "client_ranks": [4]}, "client_ranks = .*: has 1 entries for 3 clients"),
         ({"min_clients": 9}, "min_clients = 9: there are 3 clients"),
-        (
-            {"data": ON_NODES, "labels": "a,b", "num_clients": 4, "min_clients": 5},
-            "min_clients = 5: there are 4 clients",
-        ),
-        (
-            {"mechanism": "lmo", "mechanism_parameters": "none.json"},
-            "mechanism_parameters = 'none.json': cannot be read",
-        ),
+        (ON_NODES_HERE | {"num_clients": 4, "min_clients": 5}, "min_clients = 5: there are 4 clients"),
+        ({"mechanism": "lmo", "mechanism_parameters": "none.json"}, "mechanism_parameters = 'none.json': cannot be"),
         ({"track": "mlflow"}, "track = mlflow: needs mlflow"),
         ({"noise_multiplier": 0}, "noise_multiplier = 0: allowed only on public data"),
         ({"comparison": True, "test_data": "none.csv"}, "comparison = true: .* allowed only on public data"),
         ({"privacy_view": "aggregate"}, "privacy_view = aggregate: does not hold: .*secure_aggregation = false"),
         (
-            {"task": "CAUSAL_LM", "prompt_column": "text", "response_column": "label", "test_data": "none.csv"},
-            "generated_answers = .*: .* needs rouge-score",
+            {"prompt_column": "text", "response_column": "label", "test_data": "none.csv"},
+            "generated_answers = .*rouge",
         ),
         ({"model": "./none"}, "model = './none': no such folder"),
         ({"model": "all-MiniLM-L6-v3"}, "model = .*HF_HUB_OFFLINE.*; did you mean all-MiniLM-L6-v2[?]"),
@@ -122,7 +117,7 @@ WITHOUT_TOKENIZER = {"model": "mute"}
         ({"max_length": 9000}, "max_length = 9000: model .* takes at most 64"),
         ({"evaluation_noise_multiplier": 0.1}, "evaluation_noise_multiplier = 0.1: the evaluation alone costs epsilon"),
         ({"target_epsilon": 1e-6}, "target_epsilon = 1e-06: "),
-        ({"data": ON_NODES, "labels": "a,b", "target_epsilon": 1e-6}, "target_epsilon = 1e-06: "),
+        (ON_NODES_HERE | {"target_epsilon": 1e-6}, "target_epsilon = 1e-06: "),
         (WITHOUT_TOKENIZER, "its tokenizer knows no word, .* such as tokenizer.json, into its folder"),
     ],
 )

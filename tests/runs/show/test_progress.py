@@ -18,7 +18,7 @@ from fedpriv.runs._writer import RunWriter, write_json
 from fedpriv.runs.show import _progress_page as progress
 from fedpriv.runs.show import _sweeps, watch
 from fedpriv.runs.show._progress_page import PageWriter, RunPage, Share, Timing, kept_page, sweep_page
-from tests.runs.written import client_row, registrations, round_row
+from tests.runs.written import SIZES, client_row, registrations, round_row
 
 KEYS = ("rank-4-01234567", "rank-8-fedcba98")
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u202e"
@@ -34,17 +34,21 @@ def begin(folder: Path, **config: Any) -> RunWriter:
     return writer
 
 
+def register(writer: RunWriter, names: list[str]) -> None:
+    """Give the clients these names."""
+    registered = {str(c): {"client": c, "name": name, "num_records": 5} for c, name in enumerate(names)}
+    (writer.path / files.REGISTRATIONS).write_text(json.dumps(registered))
+
+
 def grow(writer: RunWriter, round_: int, **changes: Any) -> None:
     """One more round."""
-    rows = [client_row(round_, client, **changes) for client in (0, 1, 2)]
+    rows = [client_row(round_, client, **changes) for client in SIZES]
     writer.add(round_row(round_, rows), rows)
 
 
 def end(folder: Path, **changes: Any) -> None:
     """The run is finished."""
-    clients = [
-        {"client": c, "num_records": 9, "epsilon_local": 0.1, "epsilon_rho": 0.2, "delta": 1e-5} for c in (0, 1, 2)
-    ]
+    clients = [{"num_records": 9, "epsilon_local": 0.1, "epsilon_rho": 0.2, "delta": 1e-5, "client": c} for c in SIZES]
     values = {"epsilon_local_max": 0.1, "epsilon_rho_max": 0.2, "delta_max": 1e-5, "accuracy": 0.5, "seconds": 9.0}
     write_json(folder / files.SUMMARY, {**values, "clients": clients, "warnings": [], **changes})
 
@@ -105,23 +109,24 @@ def test_names_reasons_and_events_are_text_whatever_they_hold(tmp_path: Path) ->
     writer = begin(tmp_path / "run")
     grow(writer, 1, status="failed", detail=HOSTILE)
     writer.journal.write(HOSTILE, reason=HOSTILE)
-    (writer.path / files.REGISTRATIONS).write_text(
-        json.dumps({str(c): {"client": c, "name": HOSTILE, "num_records": 5} for c in (0, 1, 2)})
-    )
+    register(writer, [HOSTILE] * 3)
     (writer.path / "notes.txt").write_text("a secret")
     (writer.path / files.ENVIRONMENT).write_text('{"version": 1, "fedpriv_file": "/home/someone/a secret"}')
     page = page_of(writer.path, Timing(written=WRITTEN))
     assert "a secret" not in page, "what the folder does not mean to show stays in it"
     assert page.count("&lt;script&gt;") >= 3 + 3 + 2
     assert not re.search("<script|<img|\u202e", page)
+    (tmp_path / "sweep.json").write_text(
+        json.dumps({"title": HOSTILE, "runs": [{"key": KEYS[0], "varied": {HOSTILE: HOSTILE}}]})
+    )
+    page = sweep_page(tmp_path, Timing(written=WRITTEN))
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
 
 
 def test_a_client_is_called_and_judged_as_in_the_terminal(tmp_path: Path) -> None:
     writer = begin(tmp_path / "run")
-    names = {0: "St. Anna", 1: "client 1", 2: ""}
-    (writer.path / files.REGISTRATIONS).write_text(
-        json.dumps({str(c): {"client": c, "name": name, "num_records": 5} for c, name in names.items()})
-    )
+    register(writer, ["St. Anna", "client 1", ""])
     grow(writer, 1)
     checkpoint = writer.path / files.CHECKPOINTS / files.checkpoint_name(1)
     checkpoint.mkdir(parents=True)
@@ -182,16 +187,11 @@ def plan(folder: Path, *keys: str) -> None:
     (folder / "sweep.json").write_text(json.dumps({"title": "ranks", "runs": runs}))
 
 
-def test_a_sweeps_settings_are_text_and_its_keys_name_folders_within(tmp_path: Path) -> None:
-    runs = [{"key": KEYS[0], "varied": {HOSTILE: HOSTILE}}]
-    (tmp_path / "sweep.json").write_text(json.dumps({"title": HOSTILE, "runs": runs}))
-    page = sweep_page(tmp_path, Timing(written=WRITTEN))
-    assert "&lt;script&gt;" in page
-    assert "<script" not in page
-    for key in ("../../etc", "/etc", "..", "0123"):
-        (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"key": key, "varied": {}}]}))
-        with pytest.raises(InputError, match="must be the name of a run"):
-            sweep_page(tmp_path, GOING)
+@pytest.mark.parametrize("key", ["../../etc", "/etc", "..", "0123"])
+def test_a_sweeps_keys_name_folders_within_it(tmp_path: Path, key: str) -> None:
+    plan(tmp_path, key)
+    with pytest.raises(InputError, match="must be the name of a run"):
+        sweep_page(tmp_path, GOING)
 
 
 def test_a_sweep_shows_runs_that_wait_run_and_are_finished_and_what_they_spent_together(tmp_path: Path) -> None:
@@ -256,19 +256,15 @@ def test_watching_waits_for_the_run_and_ends_with_it_and_writes_nothing(
     assert times(tmp_path / "run") == written
     with pytest.raises(InputError, match=r"folder = .*: must be the folder of a run or a sweep, or be in a folder"):
         watch(tmp_path / "none" / "run", Console())
+    (tmp_path / "run" / files.SUMMARY).unlink()
+    (tmp_path / "run" / files.CHECKPOINTS / files.checkpoint_name(1)).mkdir(parents=True)
+    with marked_alive(tmp_path / "run"):
+        (tmp_path / "run" / files.REPORT).write_text("")
+    text, values = shown(tmp_path / "run")
+    assert values["state"] == "interrupted"
+    assert f"fedpriv run --resume {tmp_path / 'run'}" in text
+    assert (tmp_path / "run" / files.REPORT).as_uri() in text.replace("\n", "").replace(" ", "")
 
 
 def times(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
-def test_watching_an_interrupted_run_ends_with_its_command_and_the_place_of_its_page(tmp_path: Path) -> None:
-    writer = begin(tmp_path / "run")
-    grow(writer, 1)
-    (writer.path / files.CHECKPOINTS / files.checkpoint_name(1)).mkdir(parents=True)
-    with marked_alive(writer.path):
-        (writer.path / files.REPORT).write_text("")
-    text, values = shown(writer.path)
-    assert values["state"] == "interrupted"
-    assert f"fedpriv run --resume {writer.path}" in text
-    assert (writer.path / files.REPORT).as_uri() in text.replace("\n", "").replace(" ", "")

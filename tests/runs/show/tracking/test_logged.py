@@ -20,12 +20,9 @@ def values_of(path: str = "/x") -> dict[str, object]:
     return {key: "" if value is None else value for key, value in asdict(config(path)).items()}
 
 
-def test_every_column_of_the_table_of_rounds_is_a_metric():
+def test_a_row_is_logged_but_for_what_is_empty_or_infinite():
     assert ROUND_METRICS.keys() == {field.name for field in fields(RoundRow)} - {"round"}
     assert len(set(ROUND_METRICS.values())) == len(ROUND_METRICS)
-
-
-def test_a_row_is_logged_but_for_what_is_empty_or_infinite():
     row = asdict(round_row(3))
     told = {point.metric: (point.value, point.round) for point in _tracker.round_points([row])}
     columns = [name for name, value in row.items() if value is not None and value != math.inf and name != "round"]
@@ -42,12 +39,7 @@ def test_a_client_s_epsilons_and_nothing_else_of_it_are_logged():
     ]
 
 
-def test_more_clients_than_a_page_can_show_are_logged_by_their_largest_epsilon_alone():
-    many = summary() | {"clients": summary()["clients"] * MOST_CLIENTS}
-    assert not any(name.startswith("final_") for name in _tracker.final_figures(many))
-
-
-def test_final_figures_are_the_summary_s_numbers():
+def test_final_figures_are_the_summary_s_numbers_and_facts_its_words():
     assert _tracker.final_figures(summary()) == {
         "final/accuracy": 0.625,
         "final/epsilon_local_max": 2.0,
@@ -56,9 +48,8 @@ def test_final_figures_are_the_summary_s_numbers():
         "final_epsilon_local/client_00": 1.0,
         "final_epsilon_local/client_01": 2.0,
     }
-
-
-def test_facts_are_words_and_leave_out_what_is_empty():
+    many = summary() | {"clients": summary()["clients"] * MOST_CLIENTS}
+    assert not any(name.startswith("final_") for name in _tracker.final_figures(many)), "more than a page can show"
     assert _tracker.facts(summary()) == {"private": "true", "noise_source": "secure", "ledger_head": "abc"}
     assert _tracker.facts(summary() | {"private": False})["private"] == "false"
 
@@ -68,25 +59,19 @@ def test_no_path_and_no_machine_is_in_the_parameters():
     assert SECRET not in json.dumps(told)
     assert (told["data"], told["model"]) == ("letters.csv", "my-model")
     assert not told.keys() & {"out", "ledger", "node_keys", "resume", "ray_address", "track"}
+    told = _tracker.parameters({"labels": ["a", "b"], "system_prompt": "x" * 6000, "seed": 0, "out": "", "answers": ()})
+    assert told == {"labels": "a, b", "system_prompt": "x" * 499 + "…", "seed": 0}, "long texts fit a table"
+    assert run_name({"rank": 4, "data": f"/home/{SECRET}/b.csv", "delta": None}) == "rank=4, data=b.csv"
+    assert run_name({}) == "base"
 
 
 def test_every_key_of_free_text_is_known_to_hold_no_path_or_is_shortened_or_left_out():
     # The values of the last two are bound by patterns.
     texts = {key for key, type_ in get_type_hints(RunConfig).items() if type_ is str} - {"layers", "device"}
     told = _tracker.configuration(dict.fromkeys(texts, f"/home/{SECRET}/x"), nowhere)
-    assert {key for key, value in told.items() if SECRET in value} == {
-        *("text_column", "text_pair_column", "prompt_column", "response_column", "messages_column"),
-        *(
-            "label_column",
-            "client_column",
-            "person_column",
-            "system_prompt",
-            "prompt_template",
-            "mechanism",
-            "aggregation",
-            "target_risk",
-        ),
-    }
+    columns = {key for key in texts if key.endswith("_column")}
+    free = {"system_prompt", "prompt_template", "mechanism", "aggregation", "target_risk"}
+    assert {key for key, value in told.items() if SECRET in value} == columns | free
 
 
 def test_a_name_at_the_hub_stays_whole_and_a_folder_here_does_not():
@@ -99,16 +84,6 @@ def test_a_name_at_the_hub_stays_whole_and_a_folder_here_does_not():
     assert _tracker.without_folders("x" * 10_000) == "x" * 10_000
 
 
-def test_lists_and_long_texts_fit_a_table_and_what_is_empty_is_left_out():
-    told = _tracker.parameters({"labels": ["a", "b"], "system_prompt": "x" * 6000, "seed": 0, "out": "", "answers": ()})
-    assert told == {"labels": "a, b", "system_prompt": "x" * 499 + "…", "seed": 0}
-
-
 def test_paths_are_replaced_longest_first():
     values = {"data": "/a", "out": "/a/b", "model": "org/name"}
     assert list(_tracker.paths(values, nowhere).items()) == [("/a/b", "b"), ("/a", "a")]
-
-
-def test_a_run_of_a_sweep_is_called_by_what_varies():
-    assert run_name({"rank": 4, "data": f"/home/{SECRET}/b.csv", "delta": None}) == "rank=4, data=b.csv"
-    assert run_name({}) == "base"

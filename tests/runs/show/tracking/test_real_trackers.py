@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import sqlite3
+import struct
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -31,7 +33,6 @@ from simulations.sweeps.command import sweep
 from simulations.sweeps.plan import read
 from tests.notes import Notes
 from tests.runs.show.tracking.folders import NUM_ROUNDS, begun
-from tests.runs.show.tracking.wandb_file import records
 
 ADAPTER = [
     f"adapter/{name}" for name in ("README.md", "adapter_config.json", "adapter_model.safetensors", "fedpriv.json")
@@ -269,6 +270,33 @@ def test_a_sweep_has_a_folder_of_events_by_the_name_of_each_run(small_run, tmp_p
     assert not list((tmp_path / "out").glob("*/tensorboard/"))
 
 
+_HEADER_BYTES, _BLOCK_BYTES, _RECORD_HEADER_BYTES = 7, 32768, 7
+_FULL, _LAST = 1, 4
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of the file that W&B writes offline: in blocks, as LevelDB logs them, after a header."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content = file.read_bytes()
+    assert content.startswith(b":W&B")
+    position, parts = _HEADER_BYTES, b""
+    while position < len(content):
+        left = _BLOCK_BYTES - position % _BLOCK_BYTES
+        if left < _RECORD_HEADER_BYTES:  # the rest of a block is filled up
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + _RECORD_HEADER_BYTES])
+        position += _RECORD_HEADER_BYTES
+        parts += content[position : position + length]
+        position += length
+        if kind in (_FULL, _LAST):
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
 def test_wandb_holds_the_tables_and_nothing_else(small_run, tmp_path, monkeypatch):
     out = tmp_path / "ward"
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_PROJECT": "study"}.items():
@@ -277,7 +305,7 @@ def test_wandb_holds_the_tables_and_nothing_else(small_run, tmp_path, monkeypatc
     assert federate(small_run, out, track="wandb") == []
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     figures, final, config, run, artifacts, kinds = {}, {}, {}, None, [], set()
-    for record in records(file):
+    for record in wandb_records(file):
         kind = record.WhichOneof("record_type")
         kinds.add(kind)
         if kind == "history":

@@ -66,12 +66,23 @@ def accuracies(tracker) -> list[tuple[int, float]]:
     return [(round_, value) for metric, round_, value in tracker.points if metric == "test/accuracy"]
 
 
-def test_a_round_is_told_once_its_checkpoint_is_written(tmp_path, tracker):
-    begun(tmp_path / "run", checkpoint=2, rounds=3)
+def test_a_round_is_told_once_its_checkpoint_is_written_and_again_if_it_did_not_arrive(tmp_path, tracker):
     run = followed(tracker, tmp_path / "run")
+    run("failed")
+    assert not tracker.opened, "the folder is not begun"
+    begun(tmp_path / "run", checkpoint=2, rounds=3)
+    tracker.down = True
+    with pytest.raises(ConnectionError):
+        run(None)
+    tracker.down = False
     run(None)
     run(None)
     assert accuracies(tracker) == [(k, round_row(k).test_accuracy) for k in range(3)]
+    files.write_json(tmp_path / "run" / files.TRACKER, {"tracker": "mlflow", "run": "9", "round": 2})
+    another = Recorded()
+    followed(another, tmp_path / "run")(None)
+    assert another.opened == [("run", None, None)], "another tracker is told from the start"
+    assert len(accuracies(another)) == 3
 
 
 def test_single_clients_are_told_of_unless_there_are_too_many(tmp_path, tracker, monkeypatch):
@@ -84,39 +95,20 @@ def test_single_clients_are_told_of_unless_there_are_too_many(tmp_path, tracker,
         assert {metric for metric, _, _ in tracker.points if metric.startswith("epsilon_local/client")} == told
 
 
-def test_nothing_is_told_of_a_folder_that_is_not_begun(tmp_path, tracker):
-    followed(tracker, tmp_path / "run")("failed")
-    assert not tracker.opened
-
-
-def test_what_did_not_arrive_is_told_again(tmp_path, tracker):
-    begun(tmp_path / "run", checkpoint=2, rounds=2)
-    run, tracker.down = followed(tracker, tmp_path / "run"), True
-    with pytest.raises(ConnectionError):
-        run(None)
-    tracker.down = False
-    run(None)
-    assert [k for k, _ in accuracies(tracker)] == [0, 1, 2]
-
-
 def test_a_finished_run_gets_figures_comparison_and_files_in_the_end(tmp_path, tracker):
     writer = begun(tmp_path / "run", checkpoint=NUM_ROUNDS, rounds=NUM_ROUNDS)
     inner = begun(writer.path / files.COMPARISON, checkpoint=0, rounds=1)
+    early = Recorded()
+    followed(early, writer.path)("failed")
+    assert not any(metric.startswith("comparison") for metric, _, _ in early.points), "it would start over"
+    assert early.calls[-1] == "failed"
+    (writer.path / files.TRACKER).unlink()
     inner.finish({})
     writer.finish(summary())
     followed(tracker, writer.path)("finished")
     assert ("comparison/accuracy", 1, round_row(1).test_accuracy) in tracker.points
-    assert [call if isinstance(call, str) else call[0] for call in tracker.calls] == [
-        *("parameters", "final", "files", "finished")
-    ]
-
-
-def test_a_comparison_that_is_not_finished_is_not_told_since_it_starts_over(tmp_path, tracker):
-    writer = begun(tmp_path / "run", checkpoint=1, rounds=1)
-    begun(writer.path / files.COMPARISON, checkpoint=0, rounds=1)
-    followed(tracker, writer.path)("failed")
-    assert not any(metric.startswith("comparison") for metric, _, _ in tracker.points)
-    assert tracker.calls[-1] == "failed"
+    calls = [call if isinstance(call, str) else call[0] for call in tracker.calls]
+    assert calls == ["parameters", "final", "files", "finished"]
 
 
 def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path, tracker):
@@ -138,14 +130,6 @@ def test_a_run_resumed_from_an_earlier_checkpoint_repeats_its_rounds(tmp_path, t
     run(None)
     (tmp_path / "run" / files.CHECKPOINTS / files.checkpoint_name(3)).mkdir()
     assert json.loads((tmp_path / "run" / files.TRACKER).read_text())["round"] == 2
-
-
-def test_another_tracker_is_told_from_the_start(tmp_path, tracker):
-    begun(tmp_path / "run", checkpoint=2, rounds=2)
-    files.write_json(tmp_path / "run" / files.TRACKER, {"tracker": "mlflow", "run": "9", "round": 2})
-    followed(tracker, tmp_path / "run")(None)
-    assert tracker.opened == [("run", None, None)]
-    assert len(accuracies(tracker)) == 3
 
 
 def test_runs_of_a_sweep_have_a_parent_and_names_and_end_one_by_one(tmp_path, tracker):
