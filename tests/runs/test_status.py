@@ -71,15 +71,18 @@ def test_whatever_a_run_writes_is_a_sign_of_life(write_run: WriteRun, name: str)
 def test_a_run_is_resumed_by_the_command_of_its_engine(write_run: WriteRun, engine: str, command: str) -> None:
     folder = write_run("my run", seconds_ago=1000, engine=engine)
     assert status(folder).resume_command == command.format(folder)
-
-
-def test_without_a_checkpoint_there_is_nothing_to_resume(write_run: WriteRun) -> None:
-    found = status(write_run(seconds_ago=1000, checkpoints=False))
+    found = status(write_run("no checkpoint", seconds_ago=1000, checkpoints=False, engine=engine))
     assert (found.state, found.resume_command, found.checkpoint_round) == ("interrupted", None, None)
 
 
-def test_the_figures_are_those_of_the_tables(write_run: WriteRun) -> None:
-    found = status(write_run())
+def test_the_figures_are_those_of_the_tables_without_half_lines_and_no_file_changes(write_run: WriteRun) -> None:
+    folder = write_run()
+    for name in ("rounds.csv", "clients.csv"):
+        with (folder / name).open("a") as file:
+            file.write("4,3,3")
+    before = {path: path.stat().st_mtime for path in folder.rglob("*")}
+    found = status(folder)
+    assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before
     assert (found.num_rounds, found.num_rounds_planned, found.checkpoint_round) == (3, 10, 3)
     assert found.test_accuracy == 0.125 + 0.1 * 3
     assert (found.epsilon_local_max, found.epsilon_rho_max) == (0.1 * 3 * 3, 0.2 * 3 * 3)
@@ -104,14 +107,9 @@ def test_each_client_has_its_last_status_and_how_often_each_occurred(write_run: 
     assert first.epsilon_local == 0.1 * 2
     assert (second.status, second.detail, second.status_counts) == ("failed", "training failed", {"ok": 1, "failed": 1})
     assert second.delta == 1e-5 / 2
-
-
-def test_clients_that_were_not_asked_yet_are_there_without_a_figure(write_run: WriteRun) -> None:
-    found = status(write_run(rounds=0))
+    found = status(write_run("not asked yet", rounds=0))
     assert [client.name for client in found.clients] == list(NAMES.values())
-    assert {(client.last_round, client.status, client.epsilon_local) for client in found.clients} == {
-        (None, None, None)
-    }
+    assert {(each.last_round, each.status, each.epsilon_local) for each in found.clients} == {(None, None, None)}
     assert "not asked" in shown(found)
 
 
@@ -145,25 +143,14 @@ def test_who_is_skipped_is_told_with_what_ends_it(write_run: WriteRun) -> None:
 
 def test_who_retired_is_known_from_the_checkpoint_and_from_the_last_reply(write_run: WriteRun) -> None:
     folder = write_run()
-    write_checkpoint(folder, 3, {2: "budget_epsilon = 2 allows no further round"})
+    reason = "budget_epsilon = 2 allows no further round"
+    write_checkpoint(folder, 3, {2: reason})
     path = folder / "clients.csv"
     path.write_text(path.read_text().replace("3,1,900,ok,,", "3,1,900,retired,its budget is spent,"))
     found = status(folder)
-    assert [client.retired for client in found.clients] == [
-        None,
-        "its budget is spent",
-        "budget_epsilon = 2 allows no further round",
-    ]
-    assert found.as_dict()["retired"][1] == {"client": 2, "reason": "budget_epsilon = 2 allows no further round"}
-    assert "Hillside (2): budget_epsilon = 2 allows no further round" in shown(found)
-
-
-def test_half_written_lines_are_left_out(write_run: WriteRun) -> None:
-    folder = write_run()
-    for name in ("rounds.csv", "clients.csv"):
-        with (folder / name).open("a") as file:
-            file.write("4,3,3")
-    assert status(folder).num_rounds == 3
+    assert [client.retired for client in found.clients] == [None, "its budget is spent", reason]
+    assert found.as_dict()["retired"][1] == {"client": 2, "reason": reason}
+    assert f"Hillside (2): {reason}" in shown(found)
 
 
 @pytest.mark.parametrize("missing", ["config.toml", "rounds.csv", "clients.csv"])
@@ -211,13 +198,6 @@ def test_json_is_one_object_of_full_precision_under_snake_case_keys(write_run: W
     assert all(key == key.lower() and key.isidentifier() for key in found)
 
 
-def test_reading_writes_nothing(write_run: WriteRun) -> None:
-    folder = write_run()
-    before = {path: path.stat().st_mtime for path in folder.rglob("*")}
-    fedpriv("status", folder)
-    assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before
-
-
 def finished(folder: Path, **changes: Any) -> Path:
     """The run's folder with a summary."""
     clients = [
@@ -241,9 +221,7 @@ def test_a_finished_run_shows_its_final_figures(write_run: WriteRun) -> None:
     assert "warning" not in shown(found)
 
 
-def test_a_finished_run_shows_its_warnings_its_early_end_and_what_its_accuracy_is_compared_with(
-    write_run: WriteRun,
-) -> None:
+def test_a_finished_run_shows_its_warnings_its_early_end_and_what_compares(write_run: WriteRun) -> None:
     quality = {"accuracy": 0.6, "accuracy_standard_error": 0.011, "majority_accuracy": 0.59, "warnings": ["too low"]}
     quality |= {"stopped_early": "round 4: 0 of 3 clients are left"}
     found = status(folder := finished(write_run(), **quality))

