@@ -10,7 +10,7 @@ from rich.console import Console
 
 import fedpriv
 from fedpriv.models.publishing import card
-from fedpriv.models.publishing.saved import find
+from fedpriv.models.publishing.saved import SavedVariant, find
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
 from fedpriv.runs.show._report_page import write_report
@@ -39,6 +39,12 @@ def folder(write_run: WriteRun, tmp_path: Path) -> Path:
     return run
 
 
+@pytest.fixture
+def saved(folder: Path, tiny_bert: Path, tmp_path: Path) -> SavedVariant:
+    """An adapter of the run."""
+    return replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
+
+
 def closing(folder: Path) -> str:
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     TerminalObserver(console).finished(folder, RunFolder(folder).summary)
@@ -52,11 +58,7 @@ def told(folder: Path) -> dict[str, float]:
     return final
 
 
-def test_a_new_figure_is_declared_once_and_every_page_shows_it(
-    folder: Path, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
-
+def test_a_new_figure_is_declared_once_and_every_page_shows_it(folder: Path, saved: SavedVariant, monkeypatch) -> None:
     def pages() -> dict[str, str]:
         return {
             "terminal": shown(status(folder)),
@@ -75,12 +77,10 @@ def test_a_new_figure_is_declared_once_and_every_page_shows_it(
     assert {"tracker", "result", *found} == EVERY_PAGE
 
 
-def test_the_holders_own_models_are_shown_with_the_largest_class_on_every_page(
-    folder: Path, tiny_bert: Path, tmp_path: Path
-) -> None:
+def test_the_holders_own_models_are_shown_with_the_largest_class_everywhere(folder: Path, saved: SavedVariant) -> None:
     alone = {"alone_accuracy": 0.702, "alone_accuracy_min": 0.61, "alone_accuracy_max": 0.8015}
     change_summary(folder, **alone, majority_accuracy=0.6)
-    saved = replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
+    saved = replace(saved, run=RunFolder(folder))
     pages = [shown(status(folder), 120), write_report(folder).read_text()]
     for page in (*pages, card.text(saved)):
         assert "70.2% on average, 61.0% to 80.2%; largest class 60.0%" in page

@@ -52,9 +52,7 @@ def test_a_process_lives_until_it_is_killed_and_then_at_once_no_more(tmp_path: P
 
 @pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_resumed_run_that_is_killed_while_it_writes_the_file_is_known_to_be_dead(
-    tmp_path: Path, monkeypatch, call: str, moment: str
-) -> None:
+def test_a_resumed_run_that_is_killed_while_it_writes_the_file_is_dead(tmp_path, monkeypatch, call, moment) -> None:
     (tmp_path / files.PRESENCE).write_text(json.dumps({"boot": files._boot(), "process": 10**9}) + "\n")
     real = getattr(files.os, call)
 
@@ -70,9 +68,7 @@ def test_a_resumed_run_that_is_killed_while_it_writes_the_file_is_known_to_be_de
 
 
 @pytest.mark.parametrize("written", [None, b'{"boot": "another machine"}'], ids=["at once", "over a network"])
-def test_of_two_that_begin_at_the_same_moment_one_is_refused_and_the_other_lives_on(
-    tmp_path: Path, monkeypatch, written: bytes | None
-) -> None:
+def test_of_two_that_begin_at_the_same_moment_one_is_refused(tmp_path: Path, monkeypatch, written) -> None:
     """Both have looked and seen nobody, or what they saw names another machine; only the lock decides."""
     with other_process(tmp_path):
         before = (tmp_path / files.PRESENCE).read_bytes()

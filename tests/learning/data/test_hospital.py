@@ -42,23 +42,11 @@ def by_hospital(messages: Sequence[Message]) -> dict[str, list[Message]]:
     return {name: [message for message in messages if message.hospital == name] for name in names}
 
 
-def test_sizes_are_exact_and_train_is_ordered_by_hospital(corpus):
-    train, test = corpus
-    groups = by_hospital(train)
-    assert tuple(map(len, groups.values())) == HOSPITAL_SIZES
-    assert [message for group in groups.values() for message in group] == train
-    assert len(test) == 1000
-    assert {message.hospital for message in test} == {""}
-
-
 def test_test_set_has_phrases_that_no_hospital_ever_saw(corpus):
     train, test = ("\n".join(message.text for message in part).lower() for part in corpus)
-    lists = [
-        tuple(phrase.lower() for phrase in phrases)
-        for table in THEMES.values()
-        for theme in table
-        for phrases in (theme.names, theme.statements, theme.circumstances)
-    ]
+    themes = [theme for table in THEMES.values() for theme in table]
+    groups = [phrases for theme in themes for phrases in (theme.names, theme.statements, theme.circumstances)]
+    lists = [[phrase.lower() for phrase in phrases] for phrases in groups]
     shown = "\n".join(phrase for phrases in lists for phrase in phrases[:-1])
     held_out = {phrases[-1] for phrases in lists if len(phrases[-1]) > 12 and phrases[-1] not in shown}
     assert len(held_out) > 100
@@ -76,24 +64,22 @@ def test_messages_are_each_another_of_8_to_45_words_without_an_open_slot(corpus)
 def test_the_corpus_of_a_seed_is_the_one_published(corpus):
     """A change here changes every result that was measured on the corpus."""
     train, test = corpus
+    groups = by_hospital(train)
+    assert tuple(map(len, groups.values())) == HOSPITAL_SIZES
+    assert [message for group in groups.values() for message in group] == train, "ordered by hospital"
+    assert (len(test), {message.hospital for message in test}) == (1000, {""})
     lines = "\n".join(f"{m.hospital}\t{m.department}\t{m.text}" for m in train + test)
     assert hashlib.sha256(lines.encode()).hexdigest()[:16] == "721a7d743d88a74a"
-
-
-def test_another_seed_gives_another_corpus(corpus):
     old, new = ({message.text for part in parts for message in part} for parts in (corpus, generate(seed=1)))
-    assert len(old & new) < 0.02 * len(old)
+    assert len(old & new) < 0.02 * len(old), "another seed gives another corpus"
     with pytest.raises(ValueError, match="non-negative"):
         generate(seed=-1)
 
 
-def test_hospitals_differ_in_their_mix_by_a_fifth_at_least(corpus):
+def test_hospitals_differ_in_their_mix_by_a_fifth_at_least_and_the_test_set_is_balanced(corpus):
     mixes = [shares(group) for group in by_hospital(corpus[0]).values()]
     assert all(np.abs(one - other).sum() / 2 > 0.2 for one, other in combinations(mixes, 2))
-
-
-def test_test_set_is_balanced(corpus):
-    """Each share is 0.125 +- 0.042, four standard deviations at 1000 messages."""
+    # Of the balanced test set each share is 0.125 +- 0.042, four standard deviations at 1000 messages.
     assert np.abs(shares(corpus[1]) - 1 / len(DEPARTMENTS)).max() < 0.042
 
 
@@ -138,13 +124,11 @@ def test_linear_probe_on_the_frozen_encoder_neither_fails_nor_saturates(corpus, 
 
 
 def test_the_corpus_can_be_shared_out_anew_and_loses_no_message():
-    hospitals = federated.load(RunConfig())
+    def records(data):
+        return sorted(pair for c in data.clients for pair in zip(c.texts, c.labels, strict=True))
+
     shared = federated.load(RunConfig(partition="iid", num_clients=50, batch_size=8))
-    assert len(shared.clients) == 50
-    assert {len(client) for client in shared.clients} == {80}
-    both = [
-        sorted(pair for c in d.clients for pair in zip(c.texts, c.labels, strict=True)) for d in (hospitals, shared)
-    ]
-    assert both[0] == both[1]
+    assert [len(client) for client in shared.clients] == [80] * 50
+    assert records(shared) == records(federated.load(RunConfig()))
     skewed = federated.load(RunConfig(partition="dirichlet", num_clients=5, dirichlet_alpha=0.3, batch_size=1))
     assert len({len(client) for client in skewed.clients}) > 1

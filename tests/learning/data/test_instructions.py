@@ -34,9 +34,6 @@ def test_the_last_assistant_turn_is_the_response_and_what_is_before_it_the_promp
     assert [{"role": role, "content": text} for role, text in turns_of(said)] == before
     assert response == "A disease."
     assert from_messages(json.dumps([*before, ASSISTANT, *after])) == (said, response)
-
-
-def test_a_content_may_be_parts_of_text():
     parts = {"role": "user", "content": [{"type": "text", "text": "flu"}, {"type": "text", "text": "?"}]}
     assert from_messages([parts, ASSISTANT]) == from_messages([USER, ASSISTANT])
 
@@ -90,12 +87,9 @@ def test_prompts_and_responses_are_the_columns_texts_and_answers_stand_for_label
     assert sorted(records) == sorted((r["question"], named[r["answer"]]) for r in ROWS if r["answer"] in named)
     on_node = own(tmp_path / "own.jsonl", ROWS, run=keys, **ASKS)
     assert sorted(zip(on_node.texts, on_node.pairs, strict=True)) == sorted(records)
-
-
-def test_without_labels_the_column_holds_the_answers():
-    assert response_of("yes", labels=(), answers=("yes", "no")) == "yes"
-    assert response_of("perhaps", labels=(), answers=("yes", "no")) is None
-    assert response_of("perhaps", labels=(), answers=()) == "perhaps"
+    for answers in ((), ("yes", "no")):  # without labels, the column holds the answers
+        assert response_of("yes", labels=(), answers=answers) == "yes"
+        assert response_of("perhaps", labels=(), answers=answers) == (None if answers else "perhaps")
 
 
 @pytest.mark.parametrize("key", ["text_column", "prompt_column", "response_column"])
@@ -144,12 +138,7 @@ def test_a_plain_text_gets_an_end_where_there_is_room():
     (full,) = PlainText(ends=True).encode(tokenizer, texts[:1], None, len(ids))
     assert full["input_ids"] == ids
     assert PlainText().encode(tokenizer, texts[:1], None, 99)[0]["input_ids"] == ids
-
-
-def test_records_without_their_end_are_counted():
-    tokenizer = chat_tokenizer()
-    encode = PlainText(ends=True).encode
     data = TextData(("flu", "flu rash cough " * 9, "\ud800"), ())
-    found = tokenize(data, tokenizer, label_names=(), max_length=8, encode=encode)
+    found = tokenize(data, tokenizer, label_names=(), max_length=8, encode=PlainText(ends=True).encode)
     assert isinstance(found, Records)
-    assert (found.num_cut(tokenizer.eos_token_id), found.num_cut(None)) == (1, 0)
+    assert (found.num_cut(tokenizer.eos_token_id), found.num_cut(None)) == (1, 0), "records without their end"

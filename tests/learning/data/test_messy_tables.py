@@ -236,14 +236,11 @@ def test_a_placeholder_is_no_person_and_a_fixed_copy_is_without_it(name, tmp_pat
 
 
 @pytest.mark.parametrize("role", ["clients", "labels"])
-def test_a_column_of_persons_is_no_column_of_clients_or_labels(role):
+def test_a_column_of_persons_is_no_column_of_clients_or_labels_and_measurements_are_no_ids(role):
+    others = {"id": [f"{row}" for row in range(50)], "dose": [f"{row}.5" for row in range(50)]}
+    assert findings(others=others).keys() == {"id_column"}
     values = [f"p{row // 2 * 3}" for row in range(10)] + [f"q{row}" for row in range(30)]
     assert "look like ids or persons, 35 different ones in 40 records" in findings(**{role: values})[f"{role}_are_ids"]
-
-
-def test_measurements_are_no_ids():
-    values = [f"{row}.5" for row in range(50)]
-    assert findings(others={"id": [f"{row}" for row in range(50)], "dose": values}).keys() == {"id_column"}
 
 
 def test_every_change_is_listed_with_its_lines(tmp_path):
@@ -263,6 +260,9 @@ def test_every_change_is_listed_with_its_lines(tmp_path):
     path.write_text(as_csv(clean_rows()))
     assert write_mended(read_table(str(path)), ROLES, tmp_path / "same.csv").changes == []
     assert read_table(str(tmp_path / "same.csv")).columns == read_table(str(path)).columns
+    for name, message in (("same.csv", "exists"), ("t.parquet", "must end in .csv or .jsonl")):
+        with pytest.raises(InputError, match=message):
+            write_mended(read_table(str(path)), ROLES, tmp_path / name)
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 9\n"
@@ -344,13 +344,6 @@ def test_a_title_above_the_names_is_told(tmp_path, title, separator, run_of):
     path.write_text(f"{title}\n{as_csv(clean_rows(), separator)}")
     with pytest.raises(InputError, match=r"title.*delete it"):
         run_of(path)
-
-
-@pytest.mark.parametrize(("name", "message"), [("t.csv", "exists"), ("t.parquet", "must end in .csv or .jsonl")])
-def test_a_copy_replaces_nothing(tmp_path, name, message):
-    (tmp_path / "t.csv").write_text(as_csv(clean_rows()))
-    with pytest.raises(InputError, match=message):
-        write_mended(read_table(str(tmp_path / "t.csv")), ROLES, tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,15 @@ def test_values_are_as_written_whatever_other_records_hold(tmp_path):
     assert (data.texts, data.labels) == (("2020-01-01", "1.0"), ("0", "1"))
 
 
+def test_a_record_needs_the_columns_that_its_run_names(tmp_path):
+    rows = [b'{"a": "x", "b": "y", "c": "0"}\n', b'{"a": "x", "c": "0"}\n', b'{"a": null, "b": "z", "c": "1"}\n']
+    data = own(written(tmp_path / "r.jsonl", rows), text_column="a", text_pair_column="b", label_column="c")
+    assert (data.texts, data.pairs, data.labels) == (("x", ""), ("y", "z"), ("0", "1"))
+    path = written(tmp_path / "r.csv", [b"text\n", b"a\n", b'"b\n', b"c\n"])
+    config = parse({"data": ON_NODES, "test_data": "t.csv", "task": "CAUSAL_LM", "num_clients": 1})
+    assert load_own(config, DataSource(data=str(path))).clients[0] == TextData(("a", "c"), ()), "no label"
+
+
 def test_a_late_type_or_column_that_no_run_reads_changes_nothing(tmp_path):
     """Beyond 10 MB, where libraries have decided on the types of a file's columns."""
     rows = [{"text": f"t{row} {'x' * 20_000}", "label": row % 2, "note": None} for row in range(600)]
@@ -176,13 +185,6 @@ def test_a_bad_value_in_parquet_is_one_record(tmp_path):
     assert list(zip(data.texts, data.labels, strict=True)) == RECORDS
 
 
-def test_second_texts_belong_to_their_records(tmp_path):
-    rows = [b'{"a": "x", "b": "y", "c": "0"}\n', b'{"a": "x", "c": "0"}\n', b'{"a": null, "b": "z", "c": "1"}\n']
-    path = written(tmp_path / "r.jsonl", rows)
-    data = own(path, text_column="a", text_pair_column="b", label_column="c")
-    assert (data.texts, data.pairs, data.labels) == (("x", ""), ("y", "z"), ("0", "1"))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -197,12 +199,6 @@ def test_what_no_record_decides_is_an_error(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=reason):
         read_strictly(DataSource(data=str(tmp_path / name)))
-
-
-def test_records_of_causal_models_need_no_label(tmp_path):
-    path = written(tmp_path / "r.csv", [b"text\n", b"a\n", b'"b\n', b"c\n"])
-    config = parse({"data": ON_NODES, "test_data": "t.csv", "task": "CAUSAL_LM", "num_clients": 1})
-    assert load_own(config, DataSource(data=str(path))).clients[0] == TextData(("a", "c"), ())
 
 
 @pytest.mark.parametrize("name", ["r.csv", "r.tsv", "r.csv.gz", "r.parquet"])

@@ -77,14 +77,11 @@ def test_a_test_set_takes_whole_persons(table):
     assert len(data.test) + sum(map(len, data.clients)) == len(rows_of())
 
 
-def test_max_records_draws_persons_with_all_records(table):
-    data = load(config_of(table, client_column="site", max_records=5))
-    assert [client.num_units for client in data.clients] == [5, 5]
+def test_a_batch_is_of_persons_and_max_records_draws_persons_with_all_their_records(table):
+    few = load(config_of(table, client_column="site", max_records=5))
+    assert [client.num_units for client in few.clients] == [5, 5]
     records = Counter(person for *_, person in rows_of())
-    assert Counter(data.clients[0].persons) == {person: records[person] for person in set(data.clients[0].persons)}
-
-
-def test_a_batch_is_of_persons(table):
+    assert Counter(few.clients[0].persons) == {person: records[person] for person in set(few.clients[0].persons)}
     asked = {"client_column": "site", "recipe": "per-sample"}
     load(config_of(table, batch_size=20, **asked))
     with pytest.raises(InputError, match=r"batch_size = 21: client 0 .* has only 20 persons; use at most 20"):

@@ -41,9 +41,9 @@ def values(table, tiny_bert):
 
 
 def test_a_run_that_can_start_passes(values, tmp_path):
-    preflight.check(parse(values | {"out": str(tmp_path / "new")}))
+    for config in (values, ON_NODES_HERE):
+        preflight.check(parse(config | {"out": str(tmp_path / "new")}))
     assert not (tmp_path / "new").exists()
-    preflight.check(parse(ON_NODES_HERE))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,11 @@ def test_a_sweep_s_data_are_looked_at_once_and_all_problems_told(values, monkeyp
     assert [line[:13] for line in preflight.problems(bad)] == ["model = './a'", "model = './b'"]
 
 
-WITHOUT_TOKENIZER = {"model": "mute"}
+@pytest.fixture
+def mute_model(tiny_bert, tmp_path, monkeypatch) -> None:
+    """A model without a tokenizer in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_bert, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*", "vocab*", "special*"))
 
 
 @pytest.mark.parametrize(
@@ -118,16 +122,10 @@ WITHOUT_TOKENIZER = {"model": "mute"}
         ({"evaluation_noise_multiplier": 0.1}, "evaluation_noise_multiplier = 0.1: the evaluation alone costs epsilon"),
         ({"target_epsilon": 1e-6}, "target_epsilon = 1e-06: "),
         (ON_NODES_HERE | {"target_epsilon": 1e-6}, "target_epsilon = 1e-06: "),
-        (WITHOUT_TOKENIZER, "its tokenizer knows no word, .* such as tokenizer.json, into its folder"),
+        ({"model": "mute"}, "its tokenizer knows no word, .* such as tokenizer.json, into its folder"),
     ],
 )
-def test_what_a_model_cannot_take_and_noise_cannot_meet_is_found_before_a_run(
-    values, changes, message, tiny_bert, tmp_path, monkeypatch
-):
-    if changes is WITHOUT_TOKENIZER:
-        monkeypatch.chdir(tmp_path)
-        kept = shutil.ignore_patterns("tokenizer*", "vocab*", "special*")
-        shutil.copytree(tiny_bert, tmp_path / "mute", ignore=kept)
+def test_what_a_model_cannot_take_and_noise_cannot_meet_is_found_before_a_run(values, changes, message, mute_model):
     config = parse(values | {"rounds": 3, "lora_rounds": 1} | changes)
     found = preflight.problems([config], begins=True)
     assert len(found) == (message is not None), found

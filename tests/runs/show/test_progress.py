@@ -116,9 +116,8 @@ def test_names_reasons_and_events_are_text_whatever_they_hold(tmp_path: Path) ->
     assert "a secret" not in page, "what the folder does not mean to show stays in it"
     assert page.count("&lt;script&gt;") >= 3 + 3 + 2
     assert not re.search("<script|<img|\u202e", page)
-    (tmp_path / "sweep.json").write_text(
-        json.dumps({"title": HOSTILE, "runs": [{"key": KEYS[0], "varied": {HOSTILE: HOSTILE}}]})
-    )
+    runs = [{"key": KEYS[0], "varied": {HOSTILE: HOSTILE}}]
+    (tmp_path / "sweep.json").write_text(json.dumps({"title": HOSTILE, "runs": runs}))
     page = sweep_page(tmp_path, Timing(written=WRITTEN))
     assert "&lt;script&gt;" in page
     assert "<script" not in page
@@ -227,9 +226,7 @@ def test_a_sweep_shows_runs_that_wait_run_and_are_finished_and_what_they_spent_t
     assert [run["state"] for run in values["runs"]] == ["finished", "failed"]
 
 
-def test_watching_waits_for_the_run_and_ends_with_it_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watching_waits_for_the_run_and_ends_with_it_and_writes_nothing(tmp_path: Path, monkeypatch) -> None:
     looks: list[dict[str, Any]] = []
 
     def after_a_look(seconds: float) -> None:

@@ -90,9 +90,10 @@ def test_a_server_cannot_have_files_written_where_it_likes(tmp_path, monkeypatch
     class Hostile(Garbled):
         body = json.dumps(answers).encode()
 
-    monkeypatch.setattr(
-        _tracking, "stage_run", lambda folder, into, stored_in: (into / "config.toml").write_text("theirs")
-    )
+    def stage(folder, into, stored_in):
+        (into / "config.toml").write_text("theirs")
+
+    monkeypatch.setattr(_tracking, "stage_run", stage)
     writer = begun(tmp_path / "run", checkpoint=NUM_ROUNDS, rounds=NUM_ROUNDS)
     writer.finish(summary())
     with serving(Hostile) as address:

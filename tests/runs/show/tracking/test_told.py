@@ -123,13 +123,19 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path, tracker):
     assert [k for k, _ in accuracies(tracker)] == [0, 1, 2, 3, 4]
 
 
-def test_a_run_resumed_from_an_earlier_checkpoint_repeats_its_rounds(tmp_path, tracker):
+def test_a_run_resumed_from_an_earlier_checkpoint_repeats_rounds_and_a_finished_one_is_left_alone(tmp_path, tracker):
+    def kept(run: Path, **position) -> None:
+        files.write_json(run / files.TRACKER, {"tracker": "recorded", "run": "7", **position})
+
     begun(tmp_path / "run", checkpoint=2, rounds=2)
-    files.write_json(tmp_path / "run" / files.TRACKER, {"tracker": "recorded", "run": "7", "round": 4})
-    run = followed(tracker, tmp_path / "run")
-    run(None)
-    (tmp_path / "run" / files.CHECKPOINTS / files.checkpoint_name(3)).mkdir()
+    kept(tmp_path / "run", round=4)
+    followed(tracker, tmp_path / "run")(None)
     assert json.loads((tmp_path / "run" / files.TRACKER).read_text())["round"] == 2
+    tracker.opened.clear()
+    kept(begun(tmp_path / "a1", checkpoint=1, rounds=1).path, round=1, finished=True)
+    SweepTeller(tracker, "recorded", tmp_path, title="study", keys=[], names={"a1": "base"})("finished")
+    assert tracker.opened == [("study", None, None)]
+    assert _tracking.read_position(tmp_path, "recorded").run == "7"
 
 
 def test_runs_of_a_sweep_have_a_parent_and_names_and_end_one_by_one(tmp_path, tracker):
@@ -163,12 +169,3 @@ def test_one_run_that_cannot_be_told_does_not_stop_the_others(tmp_path, tracker)
         sweep("finished")
     assert [k for k, _ in accuracies(tracker)] == [0, 1]
     assert tracker.calls[-1] == "finished"
-
-
-def test_a_sweep_started_again_leaves_finished_runs_alone(tmp_path, tracker):
-    done = begun(tmp_path / "a1", checkpoint=1, rounds=1)
-    files.write_json(done.path / files.TRACKER, {"tracker": "recorded", "run": "7", "round": 1, "finished": True})
-    sweep = SweepTeller(tracker, "recorded", tmp_path, title="study", keys=[], names={"a1": "base"})
-    sweep("finished")
-    assert tracker.opened == [("study", None, None)]
-    assert _tracking.read_position(tmp_path, "recorded").run == "7"
