@@ -175,9 +175,7 @@ def test_a_key_of_a_new_section_appears_wherever_keys_are_without_another_edit(c
     assert sorted(paths) == ["docs/configuration.md", "fedpriv/config/keys.py", "pyproject.toml"]
     found = json.loads(line)
     assert found["flower"] == "4,5"
-    assert found["toml"]
-    assert found["hidden"]
-    assert found["sweep"]
+    assert found["toml"] is found["hidden"] is found["sweep"] is True
     (mistyped, *_), misfit = found["problems"]
     assert mistyped.startswith("extra_sizes = 'x': ")
     assert misfit == ["extra_sizes: too many"]

@@ -58,15 +58,8 @@ def registrations() -> tuple[Registration, ...]:
 def write_checkpoint(folder: Path, round_: int, retired: Mapping[int, str], skipped: tuple[int, ...] = ()) -> None:
     model = GlobalModel(initial=INITIAL, adapter=INITIAL)
     made = Checkpoint(
-        run="5eed",
-        round=round_,
-        digest="d",
-        ledger=(1, "e"),
-        registrations=registrations(),
-        retired=retired,
-        skipped=skipped,
-        model=model,
-        uploads={},
+        **{"run": "5eed", "round": round_, "digest": "d", "ledger": (1, "e"), "model": model, "uploads": {}},
+        **{"registrations": registrations(), "retired": retired, "skipped": skipped},
     )
     RunWriter(folder).write_registrations({each.client: vars(each) for each in registrations()})
     checkpoint.write(folder, made)

@@ -132,14 +132,6 @@ def test_removing_a_record_moves_no_other(records, data):
     assert [sorted(part) for part in left] == [sorted(training), sorted(evaluation)]
 
 
-def test_every_record_is_on_one_side_in_its_order():
-    records = [(f"text {n}", "ab"[n % 2], "") for n in range(100)]
-    training, evaluation = sides(records)
-    assert sorted(training + evaluation) == sorted(records)
-    assert [r for r in records if r in evaluation] == evaluation
-    assert [r for r in records if r in training] == training
-
-
 def test_the_share_is_the_fraction_and_another_key_sets_others_aside():
     num = 2500
     records = [(f"text {n}", "a", "") for n in range(num)]
@@ -151,7 +143,11 @@ def test_the_share_is_the_fraction_and_another_key_sets_others_aside():
     assert len(set(sides(records, 1, 0.1)[1]) - first) == 0
 
 
-def test_records_without_labels_or_second_texts_stay_without():
+def test_every_record_is_on_one_side_in_its_order_and_without_what_it_did_not_have():
+    records = [(f"text {n}", "ab"[n % 2], "") for n in range(100)]
+    for side in (parts := sides(records)):
+        assert [record for record in records if record in side] == side
+    assert sorted(parts[0] + parts[1]) == sorted(records)
     training, evaluation = held_out(TextData(("one", "two", "three"), ()), fraction=0.5, key=b"0")
     assert len(training) + len(evaluation) == 3
     assert {training.labels, evaluation.labels} == {()}

@@ -96,16 +96,10 @@ def test_a_large_confusion_matrix_is_left_to_the_summary(write_run, num_classes)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("warnings", "one line"),
-        ("warnings", [3]),
-        ("confusion_matrix", [[1, 2]]),
-        ("confusion_matrix", [[1, 2], [3]]),
-        ("confusion_matrix", [[1, -2], [3, 4]]),
-        ("confusion_matrix", [[1, 2.5], [3, 4]]),
-        ("labels", None),
-        ("labels", ["a", "b", "c"]),
-        ("probe_accuracy", "high"),
-        ("majority_accuracy", True),
+        *(("warnings", value) for value in ("one line", [3])),
+        *(("confusion_matrix", [[1, 2], *rows]) for rows in ([], [[3]], [[3, -4]], [[3, 4.5]])),
+        *(("labels", value) for value in (None, ["a", "b", "c"])),
+        *(("probe_accuracy", "high"), ("majority_accuracy", True)),
     ],
 )
 def test_what_cannot_be_shown_is_refused_by_name(write_run, key, value):

@@ -41,12 +41,9 @@ def test_a_client_s_epsilons_and_nothing_else_of_it_are_logged():
 
 def test_final_figures_are_the_summary_s_numbers_and_facts_its_words():
     assert _tracker.final_figures(summary()) == {
-        "final/accuracy": 0.625,
-        "final/epsilon_local_max": 2.0,
-        "final/num_rounds": 5.0,
-        "final/audit_epsilon_lower": 0.25,
-        "final_epsilon_local/client_00": 1.0,
-        "final_epsilon_local/client_01": 2.0,
+        **{"final/accuracy": 0.625, "final/epsilon_local_max": 2.0, "final/num_rounds": 5.0},
+        **{"final/audit_epsilon_lower": 0.25},
+        **{"final_epsilon_local/client_00": 1.0, "final_epsilon_local/client_01": 2.0},
     }
     many = summary() | {"clients": summary()["clients"] * MOST_CLIENTS}
     assert not any(name.startswith("final_") for name in _tracker.final_figures(many)), "more than a page can show"

@@ -14,7 +14,6 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,21 +105,15 @@ def assert_no_machine(text: str, run: Path) -> None:
     assert not [secret for secret in secrets if secret in text]
 
 
-@contextmanager
-def mlflow_server(folder: Path) -> Iterator[str]:
-    """MLflow's own server with a store in SQLite, and its address."""
-    port = free_port()
+@pytest.fixture(scope="module")
+def mlflow_address(tmp_path_factory) -> Iterator[str]:
+    """The address of MLflow's own server with a store in SQLite."""
+    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder}/store.db", "--artifacts-destination", f"{folder}/files"]
+    quiet = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=quiet, start_new_session=True)
     try:
         address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
         while True:
@@ -134,12 +127,6 @@ def mlflow_server(folder: Path) -> Iterator[str]:
     finally:
         os.killpg(process.pid, 15)
         process.wait()
-
-
-@pytest.fixture(scope="module")
-def mlflow_address(tmp_path_factory):
-    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as address:
-        yield address
 
 
 @pytest.fixture

@@ -61,19 +61,15 @@ def hanging():
     over.set()
 
 
-def test_a_tracker_that_hangs_is_waited_for_no_longer_than_the_limit(monkeypatch, tmp_path, hanging):
+@pytest.mark.parametrize(("looks", "said"), [(3, "not everything arrived within 0.3 s"), (5000, "does not keep up")])
+def test_a_tracker_that_hangs_holds_up_no_run(monkeypatch, tmp_path, hanging, looks, said):
+    """It is waited for no longer than the limit; one that does not keep up is dropped during the run."""
     monkeypatch.setattr(_tracking, "END_SECONDS", 0.3)
     notices = []
-    assert run(tmp_path, hanging, notices, looks=3) < 5
-    assert len(notices) == 1
-    assert notices[0].startswith("track = tensorboard: not everything arrived within 0.3 s")
-
-
-def test_a_tracker_that_does_not_keep_up_is_dropped_during_the_run_which_then_ends_at_once(tmp_path, hanging):
-    notices = []
-    assert run(tmp_path, hanging, notices, looks=5000) < 5
-    assert len(notices) == 1
-    assert "does not keep up" in notices[0]
+    assert run(tmp_path, hanging, notices, looks=looks) < 5
+    (notice,) = notices
+    assert notice.startswith("track = tensorboard: ")
+    assert said in notice
 
 
 def test_a_run_s_own_failure_is_told_and_not_hidden(tmp_path):
