@@ -123,12 +123,10 @@ def test_linear_probe_on_the_frozen_encoder_neither_fails_nor_saturates(corpus, 
     assert 0.75 < probe.score(embed(test, folder), [m.department for m in test]) < 0.95
 
 
-def test_the_corpus_can_be_shared_out_anew_and_loses_no_message():
-    def records(data):
-        return sorted(pair for c in data.clients for pair in zip(c.texts, c.labels, strict=True))
-
+def test_the_corpus_can_be_shared_out_anew_and_loses_no_message(corpus):
     shared = federated.load(RunConfig(partition="iid", num_clients=50, batch_size=8))
     assert [len(client) for client in shared.clients] == [80] * 50
-    assert records(shared) == records(federated.load(RunConfig()))
+    records = [pair for client in shared.clients for pair in zip(client.texts, client.labels, strict=True)]
+    assert sorted(records) == sorted((message.text, message.department) for message in corpus[0])
     skewed = federated.load(RunConfig(partition="dirichlet", num_clients=5, dirichlet_alpha=0.3, batch_size=1))
     assert len({len(client) for client in skewed.clients}) > 1

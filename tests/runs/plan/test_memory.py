@@ -83,11 +83,11 @@ def test_live_bytes_are_of_what_stands_at_the_same_time():
 def test_a_pass_without_values_takes_what_a_real_one_does(again):
     with torch.device("meta"):
         model = adapted()
-    planned = peak_of_pass(model, rows=6, tokens=64, activation_checkpointing=again)
+    planned = peak_of_pass(model, rows=3, tokens=64, activation_checkpointing=again)
     model = TrainingModel(adapted(), memory_limit=2**30, prefix_cache=False, activation_checkpointing=again)
-    items = random_records(6, classes=0, vocabulary=300, shortest=50, longest=64).items()
+    items = random_records(3, classes=0, vocabulary=300, shortest=50, longest=64).items()
     own = {name: p.detach().unsqueeze(0) for name, p in model.peft_model.named_parameters() if p.requires_grad}
-    stack = Stack(parameters=own, owners=torch.zeros(6, dtype=torch.int64))
+    stack = Stack(parameters=own, owners=torch.zeros(3, dtype=torch.int64))
     with _LiveBytes([*model.peft_model.parameters(), *model.peft_model.buffers()]) as live:
         per_sample_gradients(
             model.layers, lambda: model.predictions(items, cached=False).losses, stack, recomputed=model.recomputed

@@ -114,7 +114,7 @@ def mute_model(tiny_bert, tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, None),
+        pytest.param({}, None, marks=pytest.mark.slow),
         ({"train": "auto", "target_risk": "mu=1", "target_epsilon": ""}, None),
         ({"target_modules": ["nope"]}, "target_modules = nope: not in model .* its linear layers are"),
         ({"layers": "last-9"}, "layers = 'last-9': the model has 2 layers"),
