@@ -22,8 +22,8 @@ def write_run(tmp_path: Path) -> WriteRun:
             failed = ("failed", "training failed") if round_ == 2 else ("ok", "")
             clients = [client_row(round_, c, *(failed if c == 1 else ("ok", ""))) for c in SIZES] if round_ else []
             folder.add(round_row(round_, clients), clients)
-            if checkpoints:
-                write_checkpoint(folder.path, round_, {})
+        if checkpoints:
+            write_checkpoint(folder.path, rounds, {})
         wrote(folder.path, seconds_ago)
         return folder.path
 

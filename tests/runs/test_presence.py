@@ -67,18 +67,18 @@ def test_a_resumed_run_that_is_killed_while_it_writes_the_file_is_dead(tmp_path,
     assert is_alive(tmp_path) is False
 
 
-@pytest.mark.parametrize("written", [None, b'{"boot": "another machine"}'], ids=["at once", "over a network"])
-def test_of_two_that_begin_at_the_same_moment_one_is_refused(tmp_path: Path, monkeypatch, written) -> None:
+def test_of_two_that_begin_at_the_same_moment_one_is_refused(tmp_path: Path, monkeypatch) -> None:
     """Both have looked and seen nobody, or what they saw names another machine; only the lock decides."""
+    presence, elsewhere = tmp_path / files.PRESENCE, b'{"boot": "another machine"}'
     with other_process(tmp_path):
-        before = (tmp_path / files.PRESENCE).read_bytes()
-        if written is None:
-            monkeypatch.setattr(files, "refuse_second", lambda _: None)
-        else:
-            (tmp_path / files.PRESENCE).write_bytes(before := written)
-        with pytest.raises(InputError, match="another process runs this run"), marked_alive(tmp_path):
-            pass
-        assert (tmp_path / files.PRESENCE).read_bytes() == before
+        for written in (presence.read_bytes(), elsewhere):
+            presence.write_bytes(written)
+            with monkeypatch.context() as patch:
+                if written != elsewhere:
+                    patch.setattr(files, "refuse_second", lambda _: None)
+                with pytest.raises(InputError, match="another process runs this run"), marked_alive(tmp_path):
+                    pass
+            assert presence.read_bytes() == written
 
 
 def test_those_who_look_all_the_time_keep_no_run_from_starting(tmp_path: Path) -> None:

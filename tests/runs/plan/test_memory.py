@@ -44,16 +44,14 @@ def adapted(num_layers: int = SMALL["num_hidden_layers"]):
 
 # As the models' pages on the Hub, or sums over their checkpoints' tensors, have them.
 PUBLISHED = {
-    **{"meta-llama/Llama-2-7b-hf": 6_738_415_616, "Qwen2.5-7B": 7_615_616_512, "SmolLM2-135M-Instruct": 134_515_008},
+    **{"meta-llama/Llama-2-7b-hf": 6_738_415_616, "SmolLM2-135M-Instruct": 134_515_008, "Qwen2.5-7B": 7_615_616_512},
     **{"mistralai/Mistral-7B-v0.1": 7_241_732_096, "meta-llama/Llama-2-13b-hf": 13_015_864_320},
     **{"meta-llama/Meta-Llama-3-8B": 8_030_261_248, "smollm2-360m": 361_821_120},
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["meta-llama/Llama-2-7b-hf", "Qwen2.5-7B", "SmolLM2-135M-Instruct", *slow(*list(PUBLISHED)[3:])]
-)
+@pytest.mark.parametrize("name", ["meta-llama/Llama-2-7b-hf", "SmolLM2-135M-Instruct", *slow(*list(PUBLISHED)[2:])])
 def test_well_known_models_have_their_published_numbers_of_parameters(name):
     assert memory_plan(MemorySetting(model=name)).num_parameters == PUBLISHED[name]
 
@@ -98,7 +96,7 @@ def test_a_pass_without_values_takes_what_a_real_one_does(again):
 @pytest.mark.parametrize(
     ("layers", "tokens", "again"),
     [
-        *((2, 16, True), (2, 128, False)),
+        *((2, 16, True), (2, 16, False)),
         *(pytest.param(6, tokens, again, marks=pytest.mark.slow) for tokens in (16, 128) for again in (False, True)),
     ],
 )

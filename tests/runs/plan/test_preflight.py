@@ -115,7 +115,7 @@ def mute_model(tiny_bert, tmp_path, monkeypatch) -> None:
     ("changes", "message"),
     [
         pytest.param({}, None, marks=pytest.mark.slow),
-        ({"train": "auto", "target_risk": "mu=1", "target_epsilon": ""}, None),
+        pytest.param({"train": "auto", "target_risk": "mu=1", "target_epsilon": ""}, None, marks=pytest.mark.slow),
         ({"target_modules": ["nope"]}, "target_modules = nope: not in model .* its linear layers are"),
         ({"layers": "last-9"}, "layers = 'last-9': the model has 2 layers"),
         ({"max_length": 9000}, "max_length = 9000: model .* takes at most 64"),
