@@ -23,7 +23,7 @@ from fedpriv.runs import RoundRow, files, marked_alive, read_rows
 from fedpriv.runs.figures import format_bound
 from fedpriv.runs.files import write_json
 from fedpriv.runs.plan import preflight
-from fedpriv.runs.show import TRACKERS, PageWriter, SweepTeller, run_name, sweep_page, tracked
+from fedpriv.runs.show import TRACKERS, SweepTeller, run_name, tracked
 from simulations.sweeps.plan import Metric, PlannedRun, Sweep, metric_of
 
 if TYPE_CHECKING:
@@ -56,13 +56,13 @@ def sweep(planned: Sweep, out: Path, *, max_parallel: int | None, console: Conso
 def _swept(planned: Sweep, out: Path, at_once: int, console: Console) -> FinishedSweep:
     """Run the sweep in a folder that this process holds."""
     # Deferred until everything that can be told without them is told: they take seconds.
+    from fedpriv.runs.show import PageWriter, sweep_page
     from simulations.engines import flower_private
     from simulations.sweeps.runner import run_all
 
     flower_private.leave_output_to_display()
     write_json(out / files.SWEEP_PLAN, planned.as_dict())
-    errors: dict[str, str] = {}
-    notices: list[str] = []  # shown after the table, which is redrawn until then
+    errors, notices = dict[str, str](), list[str]()  # notices follow the table, which is redrawn until then
     page = PageWriter(out, sweep_page, max(run.config.round_seconds for run in planned.runs))
     try:
         with tracked(planned.track, out, partial(_teller, planned, out), notices.append) as follow:
