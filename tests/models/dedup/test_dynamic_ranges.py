@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedpriv.errors import InputError
 from fedpriv.models.dedup._in_order import LEAST_BATCH, shortest_range
 from fedpriv.models.dedup.algorithms import ALGORITHMS
-from tests.models.dedup.test_search_contract import erratic
+from tests.models.dedup.test_search_algorithms import erratic
 
 DYNAMIC = ("drd", "dred")
 dynamic = pytest.mark.parametrize("name", DYNAMIC)
@@ -75,7 +75,7 @@ ORACLES = (summed, signed, erratic)
 @pytest.mark.parametrize("make", ORACLES)
 def test_published_asks_what_the_published_control_flow_asks(make, name):
     differs = 0
-    for seed in range(100):
+    for seed in range(60):
         generator = random.Random(seed)
         num_blocks, least = generator.randrange(300), generator.choice([2, 3, 5, 10, 30])
         accept, asked = make(seed, num_blocks), []
@@ -83,7 +83,7 @@ def test_published_asks_what_the_published_control_flow_asks(make, name):
         result = ALGORITHMS[name](num_blocks, lambda some, *, a=asked, ok=accept: a.append(some) or ok(some), **options)
         assert (asked, result.replaced) == published(name, num_blocks, accept, least)
         differs += result != ALGORITHMS[name](num_blocks, accept, min_batch=least)
-    assert differs > 30, "otherwise the option would not matter, and neither would this test"
+    assert differs > 18, "otherwise the option would not matter, and neither would this test"
 
 
 # By hand, |B| = 8, L = 2. drd, salient 1: 0..3 fail, 0..1 fail, 0 passes. Block 1 alone is too short. One of the left
@@ -108,6 +108,7 @@ def test_published_by_hand(name, salient, expected):
 # What a comparison with the published code reported for 600 random oracles at L = 10: published 6 (`drd`) and 8
 # (`dred`) validations with 53 % of the blocks left, the listing 19 and 59 with 43 % and 37 %. Its oracles are unknown;
 # assumed are 10 to 500 blocks in no order, half with damages of one sign and a heavy tail, half of either sign.
+@pytest.mark.slow
 def test_published_stops_early_and_leaves_more():
     found = {(name, stopping): [] for name in DYNAMIC for stopping in ("listing", "published")}
     for seed in range(600):

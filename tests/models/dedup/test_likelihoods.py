@@ -70,7 +70,7 @@ def test_one_that_is_as_good_by_tokens_and_worse_by_likelihood_passes_neither_se
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options"), [pytest.param("drd", {"min_batch": 1}, marks=pytest.mark.slow), ("greedy", {"batch": 4})]
+    ("algorithm", "options"), [pytest.param("drd", {"min_batch": 1}, marks=pytest.mark.slow), ("greedy", {"batch": 12})]
 )
 def test_no_search_makes_its_perplexity_rise_beyond_the_bound(evaluator, variants, tmp_path, algorithm, options):
     bounds = {"architecture": "llama", "epsilon_bound": 5.0, "utility_bound": BOUND}

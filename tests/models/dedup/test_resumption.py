@@ -84,20 +84,30 @@ def after(num_stored: int) -> Callable[[Progress], bool]:
     return lambda progress: progress.stored and progress.num_stored == num_stored
 
 
-def test_killed_after_each_variant_the_store_ends_as_in_one_go(tmp_path):
-    expected = in_one_go(tmp_path / "whole")
+def under_way(name: str) -> Callable[[Progress], bool]:
+    """Whether a variant was validated, but is not stored."""
+    asked: list[int] = []
+
+    def when(progress: Progress) -> bool:
+        if progress.name == name:
+            asked.append(progress.num_validations)
+        return bool(asked) and progress.num_validations > asked[0]
+
+    return when
+
+
+def test_killed_after_each_variant_and_amid_a_search_the_store_ends_as_in_one_go(tmp_path):
+    seen: list[Progress] = []
+    expected = in_one_go(tmp_path / "whole", observer=seen.append)
     assert sum(outcome.num_replaced > 0 for outcome in expected) >= 2, "nothing is shared, the test would be blind"
-    for num_stored in range(1, len(ROUNDS)):
-        killed(tmp_path / "parts", after(num_stored))
+    for when in (*map(after, range(1, len(ROUNDS))), under_way(expected[-1].name)):
+        killed(tmp_path / "parts", when)
     assert in_one_go(tmp_path / "parts") == expected
     assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
-
-
-def test_killed_amid_a_search_it_starts_that_variant_anew(tmp_path):
-    expected = in_one_go(tmp_path / "whole")
-    killed(tmp_path / "parts", lambda progress: progress.num_validations == 3)
-    assert in_one_go(tmp_path / "parts") == expected
-    assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
+    # The observer sees every validation and every variant.
+    assert [(p.name, p.num_stored) for p in seen if p.stored] == [(o.name, n) for n, o in enumerate(expected, 1)]
+    assert seen[-1].num_validations == sum(outcome.num_validations for outcome in expected)
+    assert (seen[0].seconds_left, seen[-1].seconds_left) == (None, 0)
 
 
 class Likelihoods(Signs):
@@ -115,15 +125,14 @@ class Likelihoods(Signs):
 
 
 def test_a_model_whose_likelihoods_are_known_is_not_asked_again(tmp_path):
-    def deduplicated() -> tuple[list[Outcome], set[str]]:
+    found = []
+    for expected in (set(TENSORS), set()):
         evaluator = Likelihoods()
-        with Store(tmp_path / "store") as opened:
-            found = deduplicate(DESCRIBED, TENSORS.__getitem__, dict.fromkeys(TENSORS, evaluator), opened, SETTINGS)
-        return found, evaluator.asked
-
-    expected, asked = deduplicated()
-    assert asked == set(TENSORS)
-    assert deduplicated() == (expected, set())
+        with Store(tmp_path / "store") as store:
+            evaluators = dict.fromkeys(TENSORS, evaluator)
+            found.append(deduplicate(DESCRIBED, TENSORS.__getitem__, evaluators, store, SETTINGS))
+        assert evaluator.asked == expected
+    assert found[0] == found[1]
 
 
 GENEROUS = [replace(each, epsilon_bound=10 * VALIDATION.epsilon, utility=0.95) for each in DESCRIBED]
@@ -137,18 +146,6 @@ def test_what_private_records_were_charged_stays_charged_and_is_not_charged_agai
     assert in_one_go(tmp_path / "parts", GENEROUS, charged=parts) == expected
     assert parts.read_text() == whole.read_text() != ""
     assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
-
-
-def under_way(name: str) -> Callable[[Progress], bool]:
-    """Whether a variant was validated, but is not stored."""
-    asked: list[int] = []
-
-    def when(progress: Progress) -> bool:
-        if progress.name == name:
-            asked.append(progress.num_validations)
-        return bool(asked) and progress.num_validations > asked[0]
-
-    return when
 
 
 def test_a_validation_that_was_under_way_is_paid_twice_and_the_variants_epsilon_says_so(tmp_path):
@@ -203,32 +200,29 @@ def test_removed_and_made_again_a_variant_still_counts_its_first_validation(tmp_
         store.remove(target.name)
     again = {o.name: o for o in in_one_go(tmp_path / "store", GENEROUS, charged=charged)}[target.name]
     assert again.epsilon_after > 1.9 * target.epsilon_after
+    (tmp_path / "store" / "charges.json").write_text('{"version": 1, "charges": [{}]}')
+    with pytest.raises(StoreError, match=r"charges\.json: not a list of charges"):
+        read_charges(tmp_path / "store")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_was_stored_in_another_way_is_refused_in_one_line_and_nothing_changes(tmp_path, monkeypatch):
+    killed(tmp_path / "store", after(2))
+    before = content_of(tmp_path / "store")
+    other_values = {"weight": TENSORS["round-16"]["weight"] + np.float32(1e-6)}
+    for change in (
         {"settings": replace(SETTINGS, options={"min_batch": 3})},
         {"settings": replace(SETTINGS, metric="cosine")},
         {"described": [replace(DESCRIBED[0], utility_bound=0.06), *DESCRIBED[1:]]},
         {"described": DESCRIBED[:-1]},
         {"evaluation": "another seed"},
-    ],
-)
-def test_what_was_stored_in_another_way_is_refused_in_one_line_and_nothing_changes(tmp_path, change):
-    killed(tmp_path / "store", after(2))
-    before = content_of(tmp_path / "store")
-    with pytest.raises(InputError, match=r"holds 'round-1\d' from other settings, variants or validation") as caught:
-        in_one_go(tmp_path / "store", **change)
-    assert "\n" not in str(caught.value)
-    assert content_of(tmp_path / "store") == before
-
-
-def test_other_values_under_the_same_description_are_another_plan(tmp_path, monkeypatch):
-    killed(tmp_path / "store", after(2))
-    monkeypatch.setitem(TENSORS, "round-16", {"weight": TENSORS["round-16"]["weight"] + np.float32(1e-6)})
-    with pytest.raises(InputError, match="from other settings"):
-        in_one_go(tmp_path / "store")
+        {},
+    ):
+        if not change:
+            monkeypatch.setitem(TENSORS, "round-16", other_values)
+        with pytest.raises(InputError, match=r"holds 'round-1\d' from other settings, variants or valid") as caught:
+            in_one_go(tmp_path / "store", **change)
+        assert "\n" not in str(caught.value)
+        assert content_of(tmp_path / "store") == before
 
 
 def test_what_can_be_known_early_is_refused_before_anything_is_evaluated(tmp_path):
@@ -245,23 +239,6 @@ def test_what_can_be_known_early_is_refused_before_anything_is_evaluated(tmp_pat
         check(DESCRIBED, read, store, replace(SETTINGS, block_size=64))
     with Store(store), pytest.raises(StoreError, match="another process is writing"):
         check(DESCRIBED, read, store, SETTINGS)
-
-
-def test_a_damaged_list_of_charges_is_refused(tmp_path):
-    in_one_go(tmp_path / "store", GENEROUS, charged=tmp_path / "charged.jsonl")
-    (tmp_path / "store" / "charges.json").write_text('{"version": 1, "charges": [{}]}')
-    with pytest.raises(StoreError, match=r"charges\.json: not a list of charges"):
-        read_charges(tmp_path / "store")
-
-
-def test_the_observer_sees_every_validation_and_every_variant(tmp_path):
-    seen: list[Progress] = []
-    outcomes = in_one_go(tmp_path / "store", observer=seen.append)
-    assert [p.name for p in seen if p.stored] == [outcome.name for outcome in outcomes]
-    assert [p.num_stored for p in seen if p.stored] == [1, 2, 3, 4]
-    assert seen[-1].num_validations == sum(outcome.num_validations for outcome in outcomes)
-    assert seen[0].seconds_left is None
-    assert seen[-1].seconds_left == 0
 
 
 def test_the_time_left_is_what_the_variants_so_far_took_in_the_mean(monkeypatch):

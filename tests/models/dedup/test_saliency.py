@@ -58,18 +58,11 @@ def assert_close(found, expected):
         np.testing.assert_allclose(values, expected[name].numpy(), rtol=1e-4, atol=1e-7, err_msg=name)
 
 
-def test_magnitude_is_the_absolute_value():
+def test_magnitude_gradient_and_fisher_are_the_formulas_over_single_records():
     model = Tiny()
     assert_close(saliency.magnitude(model), {name: p.detach().abs() for name, p in model.named_parameters()})
-
-
-def test_gradient_is_that_of_the_mean_loss():
     rows = gradients_of_records(Tiny(), batches())
     assert_close(saliency.gradient(Tiny(), batches(), loss), {name: g.mean(dim=0).abs() for name, g in rows.items()})
-
-
-def test_fisher_is_the_mean_squared_gradient_of_single_records():
-    rows = gradients_of_records(Tiny(), batches())
     assert_close(saliency.fisher(Tiny(), batches(), loss), {name: (g**2).mean(dim=0) for name, g in rows.items()})
 
 
@@ -132,12 +125,8 @@ EXPECTED = {"l1": [2.0, 3.5], "l2": [4.5**0.5, 12.5**0.5], "linf": [3.0, 4.0], "
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-def test_blocks_are_aggregated_without_their_padding(aggregation):
+def test_blocks_are_aggregated_without_their_padding_and_are_those_of_their_tensors(aggregation):
     np.testing.assert_allclose(by_block(VALUES, layout_of(VALUES, 4), aggregation), EXPECTED[aggregation])
-
-
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-def test_blocks_of_a_layout_are_those_of_its_tensors(aggregation):
     tensors = {"a": np.arange(10, dtype=np.float32).reshape(2, 5), "b": np.ones(2, dtype=np.float32)}
     tensors["c"] = np.full((4, 1), 7, dtype=np.float32)
     found = by_block(tensors, layout_of(tensors, 4), aggregation)
