@@ -1,7 +1,14 @@
-"""An engine without a model: its answers follow from variant and text, and it is slow or fails when asked to."""
+"""An engine without a model: its answers follow from variant and text, and it is slow or fails when asked to.
+
+    python -m tests.models.serving.fake SECONDS ARGUMENTS-OF-FEDPRIV-SERVE
+
+serves as `fedpriv serve` does, in a process of its own: the engine alone is replaced.
+"""
 
 import hashlib
+import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -65,6 +72,7 @@ class FakeServing:
         asked: these requests.
         padding: spaces after each piece of text.
         broken: raise an error of the program itself.
+        go: while it is not set, every answer waits.
     """
 
     task: Literal["SEQ_CLS", "CAUSAL_LM"] = "CAUSAL_LM"
@@ -81,11 +89,13 @@ class FakeServing:
     tickets: list[FakeTicket] = field(default_factory=list)
     asked: list[Request] = field(default_factory=list)
     finished: int = 0
+    go: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.labels = LABELS if self.task == "SEQ_CLS" else ()
         self.embeds = self.task == "SEQ_CLS"
         self._threads: list[threading.Thread] = []
+        self.go.set()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -124,6 +134,7 @@ class FakeServing:
 
     def _work(self, request: Request, ticket: FakeTicket, on_event: Callable[[Event], None]) -> None:
         for event in self._events(request):
+            self.go.wait()
             if ticket.cancelled.wait(self.seconds) if self.seconds else ticket.cancelled.is_set():
                 return
             on_event(event)
@@ -155,3 +166,18 @@ class FakeCards:
 
     def together(self, names: Any) -> dict[str, Any]:
         return {"epsilon": 0.5 + 0.5 * len(set(names)), "delta": 1e-5, "unit": "record", "view": "local"}
+
+
+def main() -> None:
+    """Serve."""
+    seconds, *arguments = sys.argv[1:]
+    module = types.ModuleType("fedpriv.models.serving.scheduler")
+    module.open_serving = lambda source, **options: FakeServing(seconds=float(seconds))  # type: ignore[attr-defined]
+    sys.modules["fedpriv.models.serving.scheduler"] = module
+    from fedpriv.cli.main import main as fedpriv
+
+    fedpriv(["serve", *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -18,80 +18,45 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-Pieces = tuple[bytes, ...]
-
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/embeddings")
 ROUTES = (*POSTS, "/v1/models", "/v1/models/global", "/v1/reader")
 STRANGE_NAMES = (
     *("../global", "..%2f..%2fetc%2fpasswd", "%2e%2e/%2e%2e/etc/passwd", "global/../secret-variant", "/etc/passwd"),
-    *(
-        "global\0",
-        "global\0.json",
-        "glоbal",
-        "ｇｌｏｂａｌ",
-        "global​",
-        "GLOBAL",
-        " global",
-        "global\n",
-        "*",
-        "secret-*",
-    ),
+    *("global\0", "global\0.json", "glоbal", "ｇｌｏｂａｌ", "global​"),
+    *("GLOBAL", " global", "global\n", "*", "secret-*"),
     *("variants/global", "file:///etc/passwd", "${jndi:ldap://x}", "{{7*7}}", "' OR 1=1 --", "a" * 199, "[a-z]*"),
 )
 NOT_JSON = (
-    b"",
-    b"{",
-    b"nul",
-    b"[1,]",
-    b'{"model": "global"',
-    b"\xff\xfe\x00",
-    b'{"a":\x00}',
-    b"'x'",
-    b"{}{}",
-    b"[]",
-    b"7",
+    *(b"", b"{", b"nul", b"[1,]", b'{"model": "global"', b"\xff\xfe\x00", b'{"a":\x00}', b"'x'", b"{}{}", b"[]", b"7"),
 )
 NUMBERS = (
     *("NaN", "Infinity", "-Infinity", "1e999", "-1", "9" * 400, "9" * 5000, "1e400", "0.5", "true", '"7"', "-0.1"),
     "[]",
 )
-
-
-NUMERIC = (
-    *("max_tokens", "seed", "temperature", "top_p", "top_k", "n"),
-    *("presence_penalty", "frequency_penalty", "logprobs"),
-)
+PENALTIES = ("presence_penalty", "frequency_penalty")
+NUMERIC = (*PENALTIES, "max_tokens", "seed", "temperature", "top_p", "top_k", "n", "logprobs")
 # Of these fields and numbers, those that ask for something.
-MEANT = {
-    *(("temperature", "0.5"), ("top_p", "0.5")),
-    *((f"{kind}_penalty", value) for kind in ("presence", "frequency") for value in ("-1", "0.5", "-0.1")),
-}
+MEANT = {("temperature", "0.5"), ("top_p", "0.5"), *((p, value) for p in PENALTIES for value in ("-1", "0.5", "-0.1"))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
-    """One request.
+    """One request of a kind of attack.
 
     Attributes:
-        kind: of attack.
         pieces: of bytes, sent one after the other.
         pause: between them, in seconds.
         ends: whether the client says that it sends no more.
     """
 
     kind: str
-    pieces: Pieces
+    pieces: tuple[bytes, ...]
     pause: float = 0.0
     ends: bool = False
 
 
 class Attacker:
-    """Makes requests, with a seed.
-
-    Args:
-        seed: of all that is drawn.
-        token: a valid one.
-    """
+    """Makes requests, from a seed of all that is drawn and a valid token."""
 
     def __init__(self, seed: int, token: str) -> None:
         self._rng, self._token = random.Random(seed), token
@@ -134,9 +99,8 @@ class Attacker:
     def strange_name(self) -> Hostile:
         name = self._pick((*STRANGE_NAMES, "secret-variant", "round-3", "\ud800", ""))
         chat = {"messages": [{"role": "user", "content": "x"}]}
-        path, shape = self._pick(
-            tuple(zip(POSTS, ({"prompt": "x"}, chat, {"input": "x"}, {"input": "x"}), strict=True))
-        )
+        shapes = {"prompt": "x"}, chat, {"input": "x"}, {"input": "x"}
+        path, shape = self._pick(tuple(zip(POSTS, shapes, strict=True)))
         return self._post("strange_name", json.dumps({"model": name, **shape}).encode(), path)
 
     def strange_path(self) -> Hostile:
@@ -200,12 +164,11 @@ class Attacker:
         prompt, chat = {"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}
         wrong_of_a_prompt = (
             *({"prompt": None}, {"prompt": {}}, {"prompt": []}, {"prompt": [[1, 2]]}, {"prompt": ""}, {"model": 7}),
-            *({"best_of": 9}, {"stream": "yes"}, {"stop": ["x"] * 99}, {"stop": ""}, {"logprobs": 6}),
-            {"logprobs": True},
+            *({"best_of": 9}, {"stream": "yes"}, {"stop": ["x"] * 99}, {"stop": ""}),
+            *({"logprobs": 6}, {"logprobs": True}, {"logit_bias": {"7": 1}}),
             *({"tools": []}, {"__proto__": {}}, {"temperature": 3}, {"top_p": 0}, {"max_tokens": 0}, {"echo": True}),
             *({"stream_options": {"include_usage": True}}, {"messages": []}, {"x" * 500: 1}, {"seed": 2**64}),
             *({"top_logprobs": 2}, {"top_k": -1}, {"top_k": 2**40}, {"presence_penalty": 2.1}),
-            {"logit_bias": {"7": 1}},
             # Each alone is allowed; together they would take the server's time or memory.
             *({"n": 65}, {"n": 2, "prompt": ["x"] * 33}, {"n": 64, "max_tokens": 256, "logprobs": 5}),
         )
@@ -217,16 +180,11 @@ class Attacker:
             *({"frequency_penalty": -2.5}, {"presence_penalty": "1"}, {"top_k": 1.5}, {"stop": [7]}, {"n": [1]}),
         )
         wrong_of_texts = (
-            *({"encoding_format": "hex"}, {"dimensions": 10**9}, {"input": {}}, {"input": [[1]]}),
-            {"input": ["x"] * 10**4},
-            *({"input": []}, {"input": [""]}, {"user": "x" * 600}, {"prompt": "x"}, {"model": None}),
+            *({"encoding_format": "hex"}, {"dimensions": 10**9}, {"user": "x" * 600}, {"prompt": "x"}, {"model": None}),
+            *({"input": wrong} for wrong in ({}, [[1]], ["x"] * 10**4, [], [""])),
         )
-        path, good, options = self._pick(
-            (
-                *((POSTS[0], prompt, wrong_of_a_prompt), (POSTS[1], chat, wrong_of_a_chat)),
-                (POSTS[3], {"input": "x"}, wrong_of_texts),
-            )
-        )
+        all_wrong = (POSTS[0], prompt, wrong_of_a_prompt), (POSTS[1], chat, wrong_of_a_chat)
+        path, good, options = self._pick((*all_wrong, (POSTS[3], {"input": "x"}, wrong_of_texts)))
         return self._post("wrong_fields", json.dumps({"model": "global", **good, **self._pick(options)}).encode(), path)
 
     def slow_body(self) -> Hostile:

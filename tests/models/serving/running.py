@@ -43,6 +43,7 @@ def running(
     limits: RequestLimits | None = None,
     cards: Any = None,
     aliases: Mapping[str, str] | None = None,
+    address: Address | None = None,
 ) -> Iterator[Running]:
     """The server, which has drained when the block ends."""
     limits, tokens = limits or RequestLimits(drain_seconds=5), tokens or Tokens(None)
@@ -53,7 +54,7 @@ def running(
         found.append(url)
         ready.set()
 
-    server = Server(app, Address(), on_ready, limits.drain_seconds)
+    server = Server(app, address or Address(), on_ready, limits.drain_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert ready.wait(10)
@@ -75,7 +76,7 @@ def served(
     folder: Path, *arguments: object, seconds: float = 0.0
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """The process with the fake engine, and what it printed once clients can connect."""
-    command = [sys.executable, "-m", "tests.models.serving.child", seconds, folder, "--port", 0, "--json", *arguments]
+    command = [sys.executable, "-m", "tests.models.serving.fake", seconds, folder, "--port", 0, "--json", *arguments]
     process = subprocess.Popen(
         list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -33,33 +33,30 @@ def test_texts_are_classified_with_the_probability_of_every_label():
     for row, text in zip(answer["data"], ("it hurts", "it itches"), strict=True):
         assert tuple(row["probabilities"].values()) == probabilities("round-3", text)
         assert row["label"] == max(row["probabilities"], key=row["probabilities"].get)
-    assert (
-        client.post("/v1/classify", json={"model": "round-3", "input": "it hurts"}).json()["data"] == answer["data"][:1]
-    )
+    alone = client.post("/v1/classify", json={"model": "round-3", "input": "it hurts"}).json()
+    assert alone["data"] == answer["data"][:1]
     assert client.get("/v1/models").json()["labels"] == ["cardiology", "neurology", "urology"]
 
 
 def test_the_wrong_task_names_the_right_address():
-    asked = {"model": "global", "input": "x"}
-    answer = client_of().post("/v1/classify", json=asked)
-    assert answer.status_code == 400
-    assert "/v1/chat/completions" in answer.json()["error"]["message"]
-    answer = client_of(FakeServing(task="SEQ_CLS")).post("/v1/completions", json={"model": "global", "prompt": "x"})
-    assert "/v1/classify" in answer.json()["error"]["message"]
+    for task, address, asked, says in (
+        ("CAUSAL_LM", "classify", {"input": "x"}, "/v1/chat/completions"),
+        ("CAUSAL_LM", "embeddings", {"input": "x"}, "continue texts"),
+        ("SEQ_CLS", "completions", {"prompt": "x"}, "/v1/classify"),
+    ):
+        answer = client_of(FakeServing(task=task)).post(f"/v1/{address}", json={"model": "global", **asked})
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
 
 
-def test_a_card_tells_what_a_reader_of_one_and_of_several_pays(clinic):
+def test_a_card_tells_what_a_reader_of_one_and_of_several_pays_and_no_base_that_the_token_may_not_see(clinic):
     card = clinic.get("/v1/models/client-1").json()
     assert (card["id"], card["epsilon"], card["delta"], card["unit"]) == ("client-1", 1.0, 1e-5, "record")
+    assert (card["ancestors"]["bases"], card["ancestors"]["num_bases"]) == (["global"], 2)
     both = clinic.get("/v1/models/client-1?with=global").json()["together"]
     assert (both["models"], both["epsilon"]) == (["client-1", "global"], 1.5)
     reader = clinic.get("/v1/reader").json()
     assert (reader["token"], reader["models"], reader["epsilon"]) == ("clinic", ["global", "client-1"], 1.5)
-
-
-def test_a_card_names_no_base_that_the_token_may_not_see(clinic):
-    ancestors = clinic.get("/v1/models/client-1").json()["ancestors"]
-    assert (ancestors["bases"], ancestors["num_bases"]) == (["global"], 2)
 
 
 @pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
@@ -67,13 +64,11 @@ def test_a_variant_that_a_token_may_not_use_looks_like_one_that_does_not_exist(t
     """Status, headers and body are the same but for the name that was asked."""
     file, serving = tmp_path / "t.toml", FakeServing(task=task)
     client = client_of(serving, file, add_new(file, "clinic", ["global"]))
-    asked = {"prompt": "x"} if task == "CAUSAL_LM" else {"input": "x"}
-    address = "/v1/completions" if task == "CAUSAL_LM" else "/v1/classify"
+    address, asked = ("completions", "prompt") if task == "CAUSAL_LM" else ("classify", "input")
+    chat = {"messages": [{"role": "user", "content": "x"}]}
     ways = [
-        lambda name: client.post(address, json={"model": name, **asked}),
-        lambda name: client.post(
-            "/v1/chat/completions", json={"model": name, "messages": [{"role": "user", "content": "x"}]}
-        ),
+        lambda name: client.post(f"/v1/{address}", json={"model": name, asked: "x"}),
+        lambda name: client.post("/v1/chat/completions", json={"model": name, **chat}),
         lambda name: client.get(f"/v1/models/{name}"),
         lambda name: client.get(f"/v1/models/global?with={name}"),
     ]
@@ -147,26 +142,22 @@ def test_a_page_of_another_site_cannot_reach_a_server_without_tokens():
     assert client.post("/v1/completions", content='{"model":"global","prompt":"x"}', headers=as_form).status_code == 415
 
 
-def test_a_prompt_without_room_and_a_chat_that_the_template_refuses_are_400():
-    client = client_of()
-    long = client.post("/v1/completions", json={"model": "global", "prompt": "x" * 600})
-    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
-    odd = client.post(
-        "/v1/chat/completions", json={"model": "global", "messages": [{"role": "assistant", "content": "x"}]}
-    )
-    assert (odd.status_code, odd.json()["error"]["message"]) == (400, "The last message must be the user's.")
-
-
-def test_a_chat_without_a_length_takes_what_the_server_allows():
+def test_a_chat_has_the_length_that_the_server_allows_and_an_order_that_its_template_knows():
     client = client_of(max_new_tokens=7)
-    asked = {"model": "global", "messages": [{"role": "user", "content": "x"}]}
-    assert client.post("/v1/chat/completions", json=asked).json()["usage"]["completion_tokens"] == 7
+    user, assistant = (
+        client.post("/v1/chat/completions", json={"model": "global", "messages": [{"role": role, "content": "x"}]})
+        for role in ("user", "assistant")
+    )
+    assert user.json()["usage"]["completion_tokens"] == 7
+    assert assistant.status_code == 400
+    assert assistant.json()["error"]["message"] == "The last message must be the user's."
 
 
-def test_a_prompt_without_room_for_the_answer_it_asks_for_is_refused_and_not_left_out():
+def test_a_prompt_without_room_for_itself_or_the_answer_it_asks_for_is_refused_and_not_left_out():
     client = client_of(FakeServing(max_tokens=20))
     prompts = {"prompt": ["x" * 15, "y"]}
     for address, asked in (
+        ("completions", {"prompt": "x" * 21, "max_tokens": None}),
         ("completions", prompts),
         ("completions", {**prompts, "stream": True}),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 8}]}),
@@ -210,7 +201,7 @@ def test_costs_are_computed_at_turns_of_tokens(tmp_path):
 
         many = [pool.submit(ask, greedy, "global") for _ in range(11)]
         one = pool.submit(ask, other, "client-0")
-        time.sleep(0.5)
+        time.sleep(0.3)
         going.set()
         assert {each.result() for each in (*many, one)} == {200}
     assert asked.index("client-0") <= 2

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from fedpriv.learning import adapters
 from fedpriv.learning.adapters._base_models import load_tokenizer
-from fedpriv.models.serving.requests import Embed, ServingError
+from fedpriv.models.serving.requests import BASE, Embed, ServingError
 from tests.models.serving.fake import FakeServing, vector
 from tests.models.serving.running import running
-from tests.served import LABELS, Asked, hold, save_run, serving, to_classify
+from tests.served import LABELS, Asked, ask_classes, hold, save_run, serving, to_classify
 from tests.tiny import WORDS
 
 NAMES = ("global", "client-0")
@@ -45,12 +45,8 @@ def head_inputs(model, run) -> torch.Tensor:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_vectors_of_mixed_requests_are_plain_peft_s(tiny_bert, tmp_path, monkeypatch, normalize):
-    values = {
-        "model": str(tiny_bert),
-        "layers": "all",
-        "rank": 4,
-        "recipe": "fedpriv" if normalize else "per-sample",
-    }
+    recipe = "fedpriv" if normalize else "per-sample"
+    values = {"model": str(tiny_bert), "layers": "all", "rank": 4, "recipe": recipe}
     run = save_run(tmp_path / "run", values, NAMES)
     tokenizer = load_tokenizer(str(tiny_bert))
     with serving(run) as scheduler:
@@ -76,18 +72,34 @@ def test_vectors_of_mixed_requests_are_plain_peft_s(tiny_bert, tmp_path, monkeyp
     assert np.abs(answers["global"].vectors - answers["client-0"].vectors).max() > 1e-3
 
 
-def test_a_language_model_has_no_vectors():
-    with running(FakeServing()) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="continue texts"):
-            client.embeddings.create(model="global", input="x")
-
-
-def test_an_encoder_whose_head_pools_by_itself_is_refused_by_name(tiny_bert, tmp_path, monkeypatch):
+def test_the_base_of_classifiers_has_vectors_and_no_classes_and_a_head_that_pools_by_itself_has_none(
+    tiny_bert, tmp_path, monkeypatch
+):
     run = save_run(tmp_path / "run", {"model": str(tiny_bert), "layers": "all", "rank": 4}, NAMES)
+    with serving(run) as scheduler:
+        with pytest.raises(ServingError, match="no head"):
+            ask_classes(scheduler, BASE, ("the rash",))
+        text = scheduler.encode("the rash")
+        vectors = Asked(scheduler, Embed(variant=BASE, texts=(text,))).last().vectors
+    plain = adapters.load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3, normalize=True).model.base_model
+    with torch.no_grad():
+        output = plain(input_ids=torch.tensor([text]), attention_mask=torch.ones(1, len(text)))
+    expected = F.normalize(output.last_hidden_state.mean(dim=1), dim=-1)
+    assert torch.allclose(torch.from_numpy(vectors), expected, atol=1e-5)
     monkeypatch.setattr("fedpriv.models.serving._engine.pools", lambda model: False)
     with serving(run) as scheduler, pytest.raises(ServingError, match="pools no text"):
         scheduler.submit(Embed(variant="global", texts=((5, 6),)), print)
+
+
+@pytest.mark.slow
+def test_minilm_s_vectors_are_sentence_transformers(tmp_path):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    run = save_run(tmp_path / "run", {"model": "all-MiniLM-L6-v2", "layers": "last-1", "max_length": 128}, ("global",))
+    texts = ("A rash on both knees.", "The patient coughs at night, and has had a fever for three days.", "x")
+    with serving(run) as scheduler:
+        found = Asked(scheduler, Embed(variant=BASE, texts=tuple(map(scheduler.encode, texts)))).last().vectors
+    plain = sentence_transformers.SentenceTransformer(str(adapters.model_folder("all-MiniLM-L6-v2")), device="cpu")
+    assert abs(found - plain.encode(list(texts))).max() < 1e-5
 
 
 @pytest.fixture(scope="module")

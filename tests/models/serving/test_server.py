@@ -1,14 +1,12 @@
 """`fedpriv serve` as a process: where it listens, how it ends."""
 
 import signal
-import subprocess
+import socket
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -22,26 +20,53 @@ from fedpriv.models.serving.http.tokens import Tokens, add_new, read
 from server.deploy.certificates import make_ca, make_server_certificate
 from simulations.benchmarks.serving_hostile import free_port, nginx, options_of_nginx
 from tests.cli.command_line import as_json, fedpriv
-from tests.models.serving.running import ROOT, needs_nginx, served
+from tests.models.serving.fake import FakeServing
+from tests.models.serving.running import needs_nginx, running, served
+from tests.served import eventually
 
 ASKED = {"model": "global", "prompt": "x", "max_tokens": 4}
 
 
-def test_sigterm_finishes_what_is_under_way_refuses_what_is_new_and_ends_with_0(tmp_path):
-    with served(tmp_path, seconds=0.4) as (process, ready), ThreadPoolExecutor(2) as pool, httpx.Client() as client:
-        address = f"{ready['url']}/v1/completions"
-        plain = pool.submit(httpx.post, address, json=ASKED, timeout=30)
-        streamed = pool.submit(httpx.post, address, json={**ASKED, "stream": True}, timeout=30)
-        time.sleep(0.6)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        with pytest.raises(httpx.ConnectError):
-            client.post(address, json=ASKED)
+def test_sighup_reads_the_tokens_again_and_sigterm_finishes_what_is_under_way_and_ends_with_0(tmp_path):
+    file = tmp_path / "tokens.toml"
+    secret, aliases = add_new(file, "first", ["*"]), ("--alias", "gpt-4o=global", "--alias", "old=round-3")
+    with (
+        served(tmp_path, "--tokens", file, *aliases, seconds=0.25) as (process, ready),
+        httpx.Client(base_url=ready["url"], timeout=30) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def bearer(secret: str) -> dict[str, dict[str, str]]:
+            return {"headers": {"Authorization": f"Bearer {secret}"}}
+
+        assert (ready["tokens"], ready["origin"], ready["num_variants"]) == (True, "nowhere", 5)
+        models = client.get("/v1/models", **bearer(secret)).json()["data"]
+        stand_for = {model["id"]: model["alias_of"] for model in models if "alias_of" in model}
+        assert stand_for == {"gpt-4o": "global", "old": "round-3"}
+
+        later = add_new(file, "second", ["client-0"])
+        assert client.get("/v1/models", **bearer(later)).status_code == 401
+        process.send_signal(signal.SIGHUP)
+        assert eventually(lambda: client.get("/v1/models", **bearer(later)).status_code == 200)
+        assert [model["id"] for model in client.get("/v1/models", **bearer(later)).json()["data"]] == ["client-0"]
+
+        plain = pool.submit(client.post, "/v1/completions", json=ASKED, **bearer(secret))
+        with client.stream("POST", "/v1/completions", json={**ASKED, "stream": True}, **bearer(secret)) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)  # so that both are under way
+            process.send_signal(signal.SIGTERM)
+            assert eventually(lambda: not listens(ready["url"]))
+            assert "data: [DONE]" in list(lines)
         assert plain.result().json()["usage"]["completion_tokens"] == 4
-        assert streamed.result().text.endswith("data: [DONE]\n\n")
         _, err = process.communicate(timeout=20)
     assert process.returncode == 0, err
     assert "Traceback" not in err
+
+
+def listens(url: str) -> bool:
+    parts = urlsplit(url)
+    with socket.socket() as tried:
+        return tried.connect_ex((parts.hostname, parts.port)) == 0
 
 
 @pytest.mark.slow
@@ -59,70 +84,27 @@ def test_what_does_not_end_in_time_is_given_up_and_the_server_still_ends_with_0(
     assert "timeout graceful shutdown exceeded" in err
 
 
-@dataclass(frozen=True)
-class Guarded:
-    """A process that wants tokens and knows aliases, and what it printed."""
-
-    process: subprocess.Popen[str]
-    ready: dict[str, Any]
-    tokens: Path
-    secret: str
-
-    def get(self, secret: str) -> httpx.Response:
-        """Its models, for who has this secret."""
-        return httpx.get(f"{self.ready['url']}/v1/models", headers={"Authorization": f"Bearer {secret}"})
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory) -> Iterator[Guarded]:
-    folder = tmp_path_factory.mktemp("guarded")
-    file = folder / "tokens.toml"
-    secret = add_new(file, "first", ["*"])
-    aliases = ("--alias", "gpt-4o=global", "--alias", "old=round-3")
-    with served(folder, "--tokens", file, *aliases) as (process, ready):
-        yield Guarded(process, ready, file, secret)
-
-
-def test_sighup_reads_the_tokens_again(guarded):
-    assert guarded.ready["tokens"] is True
-    secret = add_new(guarded.tokens, "second", ["client-0"])
-    assert guarded.get(secret).status_code == 401
-    guarded.process.send_signal(signal.SIGHUP)
-    end = time.monotonic() + 5
-    while guarded.get(secret).status_code == 401 and time.monotonic() < end:
-        time.sleep(0.05)
-    assert [model["id"] for model in guarded.get(secret).json()["data"]] == ["client-0"]
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::", "example.org"])
-def test_beyond_this_machine_it_wants_a_proxy_and_tokens(host):
-    for given in ({}, {"has_tokens": True}, {"behind_proxy": True}):
-        with pytest.raises(InputError, match=r"--nginx FILE in front, or give --tokens and --behind-proxy"):
-            Address(host=host).check(**{"has_tokens": False, "behind_proxy": False, **given})
-    Address(host=host).check(has_tokens=True, behind_proxy=True)
-
-
-@pytest.mark.parametrize(
-    "address", [*({"host": h} for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")), {"path": Path("s")}]
-)
-def test_on_this_machine_it_needs_neither(address):
-    Address(**address).check(has_tokens=False, behind_proxy=False)
+def test_beyond_this_machine_it_wants_a_proxy_and_tokens_and_on_it_neither():
+    for host in ("0.0.0.0", "192.0.2.7", "::", "example.org"):
+        for given in ({}, {"has_tokens": True}, {"behind_proxy": True}):
+            with pytest.raises(InputError, match=r"--nginx FILE in front, or give --tokens and --behind-proxy"):
+                Address(host=host).check(**{"has_tokens": False, "behind_proxy": False, **given})
+        Address(host=host).check(has_tokens=True, behind_proxy=True)
+    for address in (*({"host": h} for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost")), {"path": Path("s")}):
+        Address(**address).check(has_tokens=False, behind_proxy=False)
 
 
 def test_a_unix_socket_is_taken_over_from_a_server_that_was_killed_and_from_no_other(tmp_path):
     path = tmp_path / "s"
-    with served(tmp_path, "--socket", path) as (process, ready):
-        assert ready["url"] == f"unix:{path}"
+    with socket.socket(socket.AF_UNIX) as of_a_killed_server:
+        of_a_killed_server.bind(str(path))
+    with running(FakeServing(), address=Address(path=path)) as server:
+        assert server.url == f"unix:{path}"
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
             assert client.post("/v1/completions", json=ASKED).status_code == 200
         with pytest.raises(InputError, match="cannot listen there"):
             run(FastAPI(), Tokens(None), RequestLimits(), Address(path=path), print)
         assert path.exists()
-        process.kill()
-        process.wait()
-    with served(tmp_path, "--socket", path) as (process, _):
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
     assert not path.exists()
 
 
@@ -202,20 +184,11 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
         assert says in refused(*arguments)
 
 
-def test_aliases_are_given_on_the_command_line_and_the_line_says_from_where_it_answers(guarded):
-    ready, models = guarded.ready, guarded.get(guarded.secret).json()["data"]
-    assert {model["id"]: model["alias_of"] for model in models if "alias_of" in model} == {
-        "gpt-4o": "global",
-        "old": "round-3",
-    }
-    assert (ready["origin"], ready["num_variants"]) == ("nowhere", 5)
-
-
-def test_a_missing_extra_is_one_line():
-    code = "import sys; sys.modules['fastapi'] = None\nfrom fedpriv.cli.main import main; main(['serve', '.'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "pip install 'fedpriv[serve]'" in done.stderr
+def test_a_missing_extra_is_one_line(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("fedpriv.models.serving.http")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert "pip install 'fedpriv[serve]'" in refused(tmp_path)
 
 
 def test_new_token_prints_it_once(tmp_path):

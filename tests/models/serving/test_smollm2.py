@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from openai import BadRequestError, OpenAI
+from openai import OpenAI
 
 from fedpriv.learning import adapters
 from fedpriv.learning.adapters._base_models import load_tokenizer
@@ -21,23 +21,16 @@ pytestmark = [
 ]
 
 MODEL = "SmolLM2-135M-Instruct"
-NAMES = ("global", "client-0")
+NAMES = ("global", "client-0", "base")
 PROMPT, CHAT = "The heart is", [{"role": "user", "content": "What is influenza?"}]
 NUM_NEW = 24
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    values = {
-        "model": MODEL,
-        "task": "CAUSAL_LM",
-        "data": "x.csv",
-        "prompt_column": "prompt",
-        "response_column": "response",
-        "max_length": 256,
-        "normalize_features": False,
-    }
-    return save_run(tmp_path_factory.mktemp("smollm2") / "run", values, NAMES, scale=0.1)
+    values = {"model": MODEL, "task": "CAUSAL_LM", "data": "x.csv", "prompt_column": "prompt"}
+    values |= {"response_column": "response", "max_length": 256, "normalize_features": False}
+    return save_run(tmp_path_factory.mktemp("smollm2") / "run", values, NAMES[:2], scale=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +45,11 @@ def expected(run: Path) -> dict[tuple[str, str], str]:
     tokenizer, found = load_tokenizer(MODEL), {}
     chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
     for name in NAMES:
-        plain = adapters.load(MODEL, run / "variants" / name).eval()
+        own = run / "variants" / name
+        plain = adapters.load(MODEL, own) if own.exists() else adapters.load_base(MODEL, task="CAUSAL_LM").model
         for kind, text in (("completion", PROMPT), ("chat", chat)):
             ids = tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completion").input_ids
-            said = plain.generate(
+            said = plain.eval().generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=NUM_NEW,
@@ -94,20 +88,6 @@ def test_greedy_answers_are_plain_peft_s_whole_and_streamed_and_all_at_once(clie
         assert {key: found.result() for key, found in parts.items()} == expected
 
 
-def test_stop_max_tokens_and_seed_do_what_they_say(client, expected):
-    text = expected["global", "completion"]
-    stop = text[len(text) // 2 :][:4]
-    stopped = ask(client, "global", "completion", stop=stop)
-    assert (text_of(stopped, "completion"), stopped.choices[0].finish_reason) == (text[: text.find(stop)], "stop")
-    short = ask(client, "global", "chat", max_tokens=3)
-    assert (short.usage.completion_tokens, short.choices[0].finish_reason) == (3, "length")
-    assert expected["global", "chat"].startswith(text_of(short, "chat"))
-    drawn = [text_of(ask(client, "global", "chat", temperature=1.5, seed=seed), "chat") for seed in (5, 5, 6)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    with pytest.raises(BadRequestError, match="at most 256"):
-        ask(client, "global", "chat", max_tokens=257)
-
-
 def test_log_probabilities_are_those_of_plain_peft(client, run):
     found = ask(client, "global", "completion", max_tokens=8, logprobs=3).choices[0].logprobs
     tokenizer, plain = load_tokenizer(MODEL), adapters.load(MODEL, run / "variants" / "global").eval()
@@ -121,12 +101,3 @@ def test_log_probabilities_are_those_of_plain_peft(client, run):
         assert list(alternatives) == [tokenizer.decode([token]) for token in tokens.tolist()]
         assert text == tokenizer.decode([int(tokens[0])])
         said.append(int(tokens[0]))
-
-
-def test_the_base_says_what_the_model_says_without_an_adapter(client):
-    plain, tokenizer = adapters.load_base(MODEL, task="CAUSAL_LM").model.eval(), load_tokenizer(MODEL)
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    said = plain.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0
-    )
-    assert text_of(ask(client, "base", "completion"), "completion") == tokenizer.decode(said[0, ids.shape[1] :])

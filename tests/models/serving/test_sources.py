@@ -13,15 +13,9 @@ import pytest
 import torch
 
 from fedpriv.errors import InputError
-from fedpriv.models.serving import sources
+from fedpriv.models.serving import requests, sources
 from fedpriv.models.serving._engine import Weights
-from fedpriv.models.serving.requests import (
-    Classified,
-    Failed,
-    ServingError,
-    UnknownVariantError,
-    UnreadableVariantError,
-)
+from fedpriv.models.serving.requests import Classified, Failed, ServingError
 from fedpriv.models.serving.sources import NoRoomError, VariantMemory, find
 from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.composition import History, Upload
@@ -70,16 +64,13 @@ def answers(folder, names=NAMES, **limits):
     ],
 )
 def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
-    run, tmp_path, monkeypatch, option, value, message
+    made, tmp_path, monkeypatch, option, value, message
 ):
-    def loaded(_: object) -> None:
-        raise AssertionError("the model is loaded in vain")
-
-    monkeypatch.setattr(sources, "load", loaded)
+    monkeypatch.setattr(sources, "load", lambda _: pytest.fail("the model is loaded in vain"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         options = ["--port", "0", option, value] if option != "--port" else [option, port]
-        _, said = fedpriv("serve", run, *options, folder=tmp_path, code=2)
+        _, said = fedpriv("serve", made, *options, folder=tmp_path, code=2)
     assert message in said
     assert said.count("error: ") == 1
 
@@ -106,10 +97,8 @@ def test_a_run_answers_from_its_store_bit_for_bit_and_from_its_folders_what_that
     expected = answers(run)
     assert find(run).origin == str(run / "variants")
     store_of(run, run / "store", names=NAMES[:2])
-    both = find(run)
-    assert (
-        both.origin == f"{run / 'store'}, and 1 that it does not hold, or holds as they were, from {run / 'variants'}"
-    )
+    both, store, own = find(run), run / "store", run / "variants"
+    assert both.origin == f"{store}, and 1 that it does not hold, or holds as they were, from {own}"
     for name in NAMES:
         own = read_tensors(run / "variants" / name)
         read = both.readers[name](2**30)
@@ -168,23 +157,29 @@ def set_values(run, value):
     described.write_text(json.dumps({name: fields[name] for name in fields if name != "tensors_sha256"}))
 
 
+TENSORS, DESCRIPTION, SETTINGS = "adapter_model.safetensors", "variant.json", "adapter_config.json"
+
+
+def files(run, name="client-2"):
+    return run / "variants" / name
+
+
+def with_other_alpha(run):
+    settings = (files(run, "global") / SETTINGS).read_text()
+    (files(run) / SETTINGS).write_text(settings.replace('"lora_alpha": 8', '"lora_alpha": 9'))
+
+
 DAMAGE = {
-    "adapter_model.safetensors: cannot be read": lambda run: (
-        run / "variants/client-2/adapter_model.safetensors"
-    ).write_bytes(b"\x08"),
-    "adapter_model.safetensors: is damaged or was changed": lambda run: flip(
-        run / "variants/client-2/adapter_model.safetensors", -4, bits=1
-    ),
-    "holds 0 safetensors files": lambda run: (run / "variants/client-2/adapter_model.safetensors").unlink(),
+    f"{TENSORS}: cannot be read": lambda run: (files(run) / TENSORS).write_bytes(b"\x08"),
+    f"{TENSORS}: is damaged or was changed": lambda run: flip(files(run) / TENSORS, -4, bits=1),
+    "holds 0 safetensors files": lambda run: (files(run) / TENSORS).unlink(),
     "holds values that are no numbers": lambda run: set_values(run, np.nan),
-    "its SHA-256 is not the tensors_sha256 of variant.json": lambda run: shutil.copy(
-        run / "variants/global/variant.json", run / "variants/client-2/variant.json"
+    f"its SHA-256 is not the tensors_sha256 of {DESCRIPTION}": lambda run: shutil.copy(
+        files(run, "global") / DESCRIPTION, files(run)
     ),
-    "variant.json: not a variant's description": lambda run: (run / "variants/client-2/variant.json").write_text("{"),
-    "its lora_alpha / r = 2.25 is not": lambda run: (run / "variants/client-2/adapter_config.json").write_text(
-        (run / "variants/global/adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 9')
-    ),
-    "adapter_config.json": lambda run: (run / "variants/client-2/adapter_config.json").write_text("[]"),
+    f"{DESCRIPTION}: not a variant's description": lambda run: (files(run) / DESCRIPTION).write_text("{"),
+    "its lora_alpha / r = 2.25 is not": with_other_alpha,
+    SETTINGS: lambda run: (files(run) / SETTINGS).write_text("[]"),
     "damaged, the first is block": damage_store,
 }
 
@@ -194,7 +189,7 @@ def test_a_variant_that_cannot_be_read_is_refused_by_name_and_the_log_says_why(r
     DAMAGE[cause](run)
     one, refused, other = answers(run)
     assert isinstance(refused, Failed)
-    assert isinstance(refused.error, UnreadableVariantError)
+    assert isinstance(refused.error, requests.UnreadableVariantError)
     assert "client-2" in str(refused.error)
     assert str(run) not in str(refused.error)
     assert cause in caplog.text
@@ -224,11 +219,10 @@ def test_the_first_variant_that_says_how_it_is_used_decides_and_another_use_is_r
         find(run)
 
 
-def test_folders_that_hold_nothing_to_serve_are_named(run, tmp_path):
-    with pytest.raises(InputError, match="neither"):
-        find(tmp_path / "nothing")
-    with pytest.raises(InputError, match="neither"):
-        find(tmp_path)
+def test_folders_that_hold_nothing_to_serve_are_named(run, tiny_bert, tmp_path):
+    for folder in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(InputError, match="neither"):
+            find(folder)
     shutil.rmtree(run / "variants")
     with pytest.raises(InputError, match="no variant"):
         find(run)
@@ -236,12 +230,9 @@ def test_folders_that_hold_nothing_to_serve_are_named(run, tmp_path):
         pass
     with pytest.raises(InputError, match=r"no variant|neither"):
         find(tmp_path / "empty")
-
-
-def test_whole_weights_are_not_served(tiny_bert, tmp_path):
     values = {"model": str(tiny_bert), "layers": "last-1", "aggregation": "t-fedavg", "recipe": "per-sample"}
     with pytest.raises(InputError, match=r"t-fedavg"):
-        find(save_run(tmp_path / "run", values, ("global",)))
+        find(save_run(tmp_path / "whole weights", values, ("global",)))
 
 
 def test_a_model_of_one_block_over_and_over_is_refused_before_it_fills_the_memory(run):
@@ -286,9 +277,9 @@ def test_hits_are_those_of_least_recently_used():
         paging.take(name)
         paging.give_back(name)
         assert paging.statistics.bytes_in_memory <= 2800
-    assert paging.statistics.hits == hits
-    assert paging.statistics.misses == 2000 - hits
-    assert paging.statistics.bytes_read == 400 * (2000 - hits)
+    misses = 2000 - hits
+    found = paging.statistics
+    assert (found.hits, found.misses, found.bytes_read) == (hits, misses, 400 * misses)
 
 
 def test_a_variant_in_use_stays_and_what_has_no_room_says_so():
@@ -305,7 +296,7 @@ def test_a_variant_in_use_stays_and_what_has_no_room_says_so():
     assert (paging.statistics.hits, paging.statistics.misses) == (1, 3)
     with pytest.raises(ServingError, match="huge"):
         paging.take("huge")
-    with pytest.raises(UnknownVariantError):
+    with pytest.raises(requests.UnknownVariantError):
         paging.take("../a")
 
 

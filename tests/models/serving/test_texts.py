@@ -85,6 +85,14 @@ def test_where_a_text_s_end_is_kept_one_with_too_many_characters_is_refused():
 
 
 @pytest.fixture(scope="module")
+def scheduler(chat_run):
+    """An engine whose answers end by their length or their stop text alone."""
+    with serving(chat_run) as found:
+        found._desk._ends = frozenset()
+        yield found
+
+
+@pytest.fixture(scope="module")
 def log_probabilities(chat_run, model):
     """Of every token, float32 [vocabulary], after a text, in plain peft."""
     plain = adapters.load(str(model), chat_run / "variants" / "global").eval()
@@ -97,8 +105,7 @@ def log_probabilities(chat_run, model):
 
 
 def ask(scheduler, **options):
-    """All events of an answer by `global`, which nothing ends before its length or its stop text."""
-    scheduler._desk._ends = frozenset()
+    """All events of an answer by `global`."""
     asked = Asked(scheduler, Generate(variant="global", prompt=PROMPT, **{"max_new_tokens": NUM_NEW, **options}))
     events = []
     while not isinstance(event := asked.next(), Finished):
@@ -114,16 +121,10 @@ def chosen(pieces):
 
 @pytest.mark.parametrize(("presence", "frequency"), [(0.0, 0.0), (1.5, 0.0), (0.0, 0.7), (-0.5, 0.3), (2.0, 2.0)])
 def test_greedy_tokens_with_penalties_are_those_of_the_formula(
-    chat_run, log_probabilities, monkeypatch, presence, frequency
+    scheduler, log_probabilities, tapped, presence, frequency
 ):
-    from fedpriv.models.serving._generation import Generation
-
-    found, extend = [], Generation._extend
-    monkeypatch.setattr(
-        Generation, "_extend", lambda self, answer, token: (found.append(token), extend(self, answer, token))[1]
-    )
-    with serving(chat_run) as scheduler:
-        ask(scheduler, presence_penalty=presence, frequency_penalty=frequency)
+    ask(scheduler, presence_penalty=presence, frequency_penalty=frequency)
+    (found,) = tapped.values()
     expected: list[int] = []
     for _ in range(NUM_NEW):
         logits = log_probabilities([*PROMPT, *expected]).tolist()
@@ -143,32 +144,36 @@ def test_penalties_leave_the_logits_and_the_prompt_alone():
     assert penalized(logits, (), request) is logits
 
 
-def test_draws_of_the_k_likeliest_have_their_shares():
-    logits = torch.tensor([1.0, 3.0, 2.5, 0.5, 2.9])
+def test_draws_follow_temperature_top_p_and_top_k():
+    logits = torch.tensor([1.0, 3.0, 2.5, -40.0, 2.9])
     generator = torch.Generator().manual_seed(0)
 
-    def shares(**options):
-        request = Generate(variant="v", prompt=(1,), max_new_tokens=1, temperature=1.0, **options)
+    def shares(temperature=1.0, **options):
+        request = Generate(variant="v", prompt=(1,), max_new_tokens=1, temperature=temperature, **options)
         drawn = [next_token(logits, request, generator) for _ in range(2000)]
         return [drawn.count(token) / 2000 for token in range(5)]
 
-    least = torch.tensor([-torch.inf, 3.0, 2.5, -torch.inf, 2.9]).softmax(dim=0).tolist()
-    # 2,000 draws: 5 standard errors are 0.056 at most.
-    assert shares(top_k=3) == pytest.approx(least, abs=0.056)
-    assert shares(top_k=1) == [0, 1, 0, 0, 0]
-    assert shares(top_k=5) == pytest.approx(logits.softmax(dim=0).tolist(), abs=0.056)
+    def softmax(*values):
+        # 2,000 draws: 5 standard errors are 0.056 at most.
+        return pytest.approx(torch.tensor(values).softmax(dim=0).tolist(), abs=0.056)
+
+    assert shares(temperature=0.0) == shares(temperature=1e-300) == [0, 1, 0, 0, 0]
+    assert shares() == softmax(*logits)
+    assert shares(top_k=5) == softmax(*logits)
+    assert shares(temperature=2.0) == softmax(*(logits / 2))
+    assert shares(top_p=0.6) == softmax(-torch.inf, 3.0, -torch.inf, -torch.inf, 2.9)
+    assert shares(top_p=1e-9) == shares(top_k=1) == [0, 1, 0, 0, 0]
+    assert shares(top_k=3) == softmax(-torch.inf, 3.0, 2.5, -torch.inf, 2.9)
     # Of two tokens with 0.525 and 0.475 between them: top_p is of these, not of all five.
     assert shares(top_k=2, top_p=0.5) == [0, 1, 0, 0, 0]
     assert shares(top_k=2, top_p=0.6)[4] == pytest.approx(0.475, abs=0.056)
 
 
 @pytest.mark.parametrize("draw", [{"temperature": 0.0}, {"temperature": 1.7, "top_k": 30, "presence_penalty": 1.0}])
-def test_log_probabilities_are_plain_peft_s_whatever_the_draw(chat_run, log_probabilities, draw):
-    tokenizer = chat_tokenizer()
-    texts = TokenTexts(tokenizer)
-    with serving(chat_run) as scheduler:
-        pieces, finished = ask(scheduler, num_alternatives=4, seed=3, **draw)
-        bare, _ = ask(scheduler, seed=3, **draw)
+def test_log_probabilities_are_plain_peft_s_whatever_the_draw(scheduler, log_probabilities, draw):
+    texts = TokenTexts(chat_tokenizer())
+    pieces, finished = ask(scheduler, num_alternatives=4, seed=3, **draw)
+    bare, _ = ask(scheduler, seed=3, **draw)
     tokens = chosen(pieces)
     assert len(tokens) == finished.num_new_tokens == NUM_NEW
     assert "".join(piece.text for piece in pieces) == "".join(piece.text for piece in bare)
@@ -186,38 +191,25 @@ def test_log_probabilities_are_plain_peft_s_whatever_the_draw(chat_run, log_prob
         assert all(told.alternatives[0] == (told.text, told.log_probability) for told in tokens)
 
 
-def test_offsets_say_where_a_token_stands_and_nothing_behind_a_stop_is_told(chat_run):
-    with serving(chat_run) as scheduler:
-        pieces, _ = ask(scheduler, num_alternatives=0)
-        text, tokens = "".join(piece.text for piece in pieces), chosen(pieces)
-        # Bytes of no whole character may stand before a token's own text.
-        three = zip(tokens, tokens[1:], tokens[2:], strict=False)
-        whole = [(a, b) for before, a, b in three if "\ufffd" not in before.text + a.text and a.offset < b.offset]
-        assert len(whole) > NUM_NEW // 8
-        assert all(text[a.offset : b.offset] == a.text for a, b in whole)
-        stop = text[len(text) // 2 :][:3]
-        end = text.index(stop)
-        pieces, finished = ask(scheduler, num_alternatives=0, stop=(stop,))
+def test_offsets_say_where_a_token_stands_and_nothing_behind_a_stop_is_told(scheduler):
+    pieces, _ = ask(scheduler, num_alternatives=0)
+    text, tokens = "".join(piece.text for piece in pieces), chosen(pieces)
+    # Bytes of no whole character may stand before a token's own text.
+    three = zip(tokens, tokens[1:], tokens[2:], strict=False)
+    whole = [(a, b) for before, a, b in three if "\ufffd" not in before.text + a.text and a.offset < b.offset]
+    assert len(whole) > NUM_NEW // 8
+    assert all(text[a.offset : b.offset] == a.text for a, b in whole)
+    stop = text[len(text) // 2 :][:3]
+    end = text.index(stop)
+    pieces, finished = ask(scheduler, num_alternatives=0, stop=(stop,))
     assert (finished.reason, "".join(piece.text for piece in pieces)) == ("stop", text[:end])
     assert chosen(pieces) == [token for token in tokens if token.offset < end]
 
 
-def test_a_seed_draws_the_same_with_and_without_what_is_told(chat_run):
-    with serving(chat_run) as scheduler:
-        (one, _), (other, _), (third, _) = (ask(scheduler, temperature=1.5, top_k=50, seed=seed) for seed in (5, 5, 6))
-    assert one == other != third
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"top_k": -1},
-        {"presence_penalty": 2.1},
-        {"frequency_penalty": float("nan")},
-        {"num_alternatives": 21},
-        {"num_alternatives": -1},
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_by_name(chat_run, wrong):
-    with serving(chat_run) as scheduler, pytest.raises(ServingError, match=next(iter(wrong))):
-        scheduler.submit(Generate(variant="global", prompt=PROMPT, max_new_tokens=1, **wrong), print)
+def test_what_cannot_be_drawn_is_refused_by_name(scheduler):
+    for field, value in (
+        *(("top_k", -1), ("presence_penalty", 2.1), ("frequency_penalty", float("nan"))),
+        *(("num_alternatives", 21), ("num_alternatives", -1)),
+    ):
+        with pytest.raises(ServingError, match=field):
+            scheduler.submit(Generate(variant="global", prompt=PROMPT, max_new_tokens=1, **{field: value}), print)

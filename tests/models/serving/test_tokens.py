@@ -37,29 +37,15 @@ def test_a_second_token_leaves_the_rest_of_the_file_as_it_is(file):
 def test_a_token_allows_what_its_patterns_name_and_nothing_else(file):
     add_new(file, "clinic", ["global", "round-*"])
     (token,) = read(file)
-    assert [
-        name
-        for name in ("global", "round-3", "round", "Global", "client-0", "xglobal", "global\n")
-        if token.allows(name)
-    ] == ["global", "round-3"]
+    names = ("global", "round-3", "round", "Global", "client-0", "xglobal", "global\n")
+    assert [name for name in names if token.allows(name)] == ["global", "round-3"]
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [],
-        [b""],
-        [b"Bearer"],
-        [b"Bearer "],
-        [b"Bearer x"],
-        [b"Basic SECRET"],
-        [b"SECRET"],
-        [b"Bearer SECRET", b"Bearer SECRET"],
-    ],
-)
-def test_anything_but_one_valid_token_is_nobody(file, headers):
+def test_anything_but_one_valid_token_is_nobody(file):
     secret = add_new(file, "clinic", ["*"]).encode()
-    assert Tokens(file).bearer([header.replace(b"SECRET", secret) for header in headers]) is None
+    headers = b"", b"Bearer", b"Bearer ", b"Bearer x", b"Basic " + secret, secret
+    for given in ([], *([each] for each in headers), [b"Bearer " + secret] * 2):
+        assert Tokens(file).bearer(given) is None
 
 
 def test_every_digest_is_compared_in_constant_time(file, monkeypatch):
@@ -75,12 +61,12 @@ def test_every_digest_is_compared_in_constant_time(file, monkeypatch):
     assert len(compared) == 3
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o622, 0o644])
-def test_a_file_that_others_can_open_is_refused(file, mode):
+def test_a_file_that_others_can_open_is_refused(file):
     add_new(file, "clinic", ["*"])
-    file.chmod(mode)
-    with pytest.raises(InputError, match="chmod 600"):
-        read(file)
+    for mode in (0o640, 0o604, 0o622, 0o644):
+        file.chmod(mode)
+        with pytest.raises(InputError, match="chmod 600"):
+            read(file)
 
 
 DIGEST = "0" * 64
