@@ -1,9 +1,13 @@
 """Folders of runs that are finished and private, with random variants and a ledger of their own."""
 
 import json
+import shutil
+import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
+from fedpriv.config import parse, to_toml
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Charge, Key
@@ -11,6 +15,10 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from tests.served import save_run
 
 RUN = "run-1"
+
+# Keys on which no variant depends, and the variants that were saved for all others, which are copied.
+OF_THE_RUN = ("ledger", "public_data", "budget_epsilon", "target_epsilon")
+SAVED, SAVED_AT = dict[str, Path](), tempfile.TemporaryDirectory()
 
 
 def finished(
@@ -23,8 +31,14 @@ def finished(
     summary: dict[str, Any] | None = None,
 ) -> Path:
     """A run's folder; nothing was trained, and its two clients were charged for one round."""
-    settings = {"data": "hospital.csv", "client_column": "site", **(values or {})}
-    save_run(folder, {"model": str(model), "data": "letters.csv", **settings}, names)
+    settings = {"model": str(model), "data": "hospital.csv", "client_column": "site", **(values or {})}
+    of_the_run = {key: settings.pop(key) for key in OF_THE_RUN if key in settings}
+    key = json.dumps([settings, names])
+    if key not in SAVED:
+        SAVED[key] = save_run(Path(SAVED_AT.name) / str(len(SAVED)), settings, names)
+    shutil.copytree(SAVED[key], folder)
+    config = tomllib.loads((folder / "config.toml").read_text())
+    (folder / "config.toml").write_text(to_toml(parse(config | of_the_run)))
     data_sets = {}
     event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
     with Ledger(folder / "ledger.sqlite") as ledger:

@@ -32,7 +32,9 @@ def with_summary(folder, tmp_path, **changes):
     return replace(find(folder), run=RunFolder(tmp_path))
 
 
-def test_it_states_epsilon_delta_unit_adjacency_views_accountant_noise_and_ledger(run):
+def test_it_states_epsilon_delta_unit_adjacency_views_accountant_noise_and_ledger_and_no_holder(
+    run, tiny_bert, tmp_path
+):
     text = card.text(find(run))
     head = json.loads((run / "summary.json").read_text())["ledger_head"]
     for part in (
@@ -46,7 +48,10 @@ def test_it_states_epsilon_delta_unit_adjacency_views_accountant_noise_and_ledge
         "Plain peft loads the tensors and gives other probabilities",
     ):
         assert part in text
-    assert "NOT PRIVATE" not in text
+    for secret in ("NOT PRIVATE", "Anna", str(tiny_bert.parent), str(run.parent), "hospital", "letters.csv"):
+        assert secret not in text
+    text = card.text(with_summary(run, tmp_path, epsilon_local_max=12345.6441, delta_max=1 / 300_000))
+    assert "| local | 12345.645 | 3.4e-6 |" in text, "no figure of the guarantee is rounded down"
 
 
 def test_it_says_what_an_attacker_finds(run, tmp_path):
@@ -59,11 +64,6 @@ def test_it_says_what_an_attacker_finds(run, tmp_path):
     assert "identifies" not in card.text(find(run)), "an earlier version did not know"
 
 
-def test_no_figure_of_the_guarantee_is_rounded_down(run, tmp_path):
-    text = card.text(with_summary(run, tmp_path, epsilon_local_max=12345.6441, delta_max=1 / 300_000))
-    assert "| local | 12345.645 | 3.4e-6 |" in text
-
-
 def test_its_metadata_are_the_hubs(run):
     data = ModelCard(card.text(find(run), license="apache-2.0")).data
     # A pipeline would pool otherwise.
@@ -73,26 +73,16 @@ def test_its_metadata_are_the_hubs(run):
     assert data.base_model is None, "the name of a folder is none of the Hub"
 
 
-def test_it_names_no_holder_path_or_data(run, tiny_bert):
-    text = card.text(find(run))
-    for secret in ("Anna", str(tiny_bert.parent), str(run.parent), "hospital", "letters.csv"):
-        assert secret not in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"noise_source": "seeded", "private": False}, "came from a seeded generator"),
-        ({"epsilon_local_max": None, "private": False}, "it had no noise"),
-        ({"caveat": "its proof has a gap", "private": False}, "its proof has a gap"),
-    ],
-)
-def test_a_run_that_protects_nobody_says_so_first(run, tmp_path, changes, reason):
-    saved = with_summary(run, tmp_path, **changes)
-    body = ModelCard(card.text(saved)).text.lstrip()
-    assert body.startswith("> **NOT PRIVATE**")
-    assert reason in body.replace("\\", "")
-    assert "not-private" in ModelCard(card.text(saved)).data.tags
+def test_a_run_that_protects_nobody_says_so_first(run, tmp_path):
+    for changes, reason in (
+        ({"noise_source": "seeded"}, "came from a seeded generator"),
+        ({"epsilon_local_max": None}, "it had no noise"),
+        ({"caveat": "its proof has a gap"}, "its proof has a gap"),
+    ):
+        found = ModelCard(card.text(with_summary(run, tmp_path, private=False, **changes)))
+        assert found.text.lstrip().startswith("> **NOT PRIVATE**")
+        assert reason in found.text.replace("\\", "")
+        assert "not-private" in found.data.tags
 
 
 def test_no_text_of_the_data_becomes_metadata_or_markup(run, tmp_path):
@@ -107,25 +97,26 @@ def test_no_text_of_the_data_becomes_metadata_or_markup(run, tmp_path):
     assert markdown("all-MiniLM-L6-v2") == "all-MiniLM-L6-v2"
 
 
-@pytest.mark.parametrize(("rank", "shown"), [(3, 8), (16, 16), (300, 320), (513, None)])
-def test_the_card_of_a_language_model_serves_it_with_vllm(rank, shown, tmp_path):
-    values = {"task": "CAUSAL_LM", "prompt_column": "p", "response_column": "r", "normalize_features": False}
-    saved = find(finished(tmp_path / "run", chat_model(tmp_path / "it's"), ("global",), values=values))
-    text = card.text(replace(saved, settings={**saved.settings, "r": rank}))
-    line = f"vllm serve 'it'\"'\"'s' --enable-lora --max-lora-rank {shown} --lora-modules global=.\n"
-    assert (line in text) == (shown is not None)
-    assert ("vLLM takes no adapter" in text) == (shown is None)
+CHATS = {"task": "CAUSAL_LM", "prompt_column": "p", "response_column": "r", "normalize_features": False}
 
 
-@pytest.mark.parametrize("form", ["transformers", "gguf", "gguf-adapter"])
-def test_a_system_prompt_stays_within_its_block(form, tmp_path):
-    values = {"task": "CAUSAL_LM", "prompt_column": "p", "response_column": "r", "normalize_features": False}
-    values |= {"max_length": 128, "system_prompt": "```\n# Private\n````\n"}
+def test_the_card_of_a_language_model_serves_it_with_vllm(tmp_path):
+    saved = find(finished(tmp_path / "run", chat_model(tmp_path / "it's"), ("global",), values=CHATS))
+    for rank, shown in ((3, 8), (16, 16), (300, 320), (513, None)):
+        text = card.text(replace(saved, settings={**saved.settings, "r": rank}))
+        line = f"vllm serve 'it'\"'\"'s' --enable-lora --max-lora-rank {shown} --lora-modules global=.\n"
+        assert (line in text) == (shown is not None)
+        assert ("vLLM takes no adapter" in text) == (shown is None)
+
+
+def test_a_system_prompt_stays_within_its_block(tmp_path):
+    values = {**CHATS, "max_length": 128, "system_prompt": "```\n# Private\n````\n"}
     saved = find(finished(tmp_path / "run", chat_model(tmp_path / "model"), ("global",), values=values))
-    for fence, block in re.findall(r"^(`{3,})\w+\n(.*?)^\1$", card.text(saved, form=form), re.M | re.S):
-        assert fence not in block
-    shown = re.sub(r"^(`{3,})\w+\n(.*?)^\1$", "", card.text(saved, form=form), flags=re.M | re.S)
-    assert "Private" not in shown
+    for form in ("transformers", "gguf", "gguf-adapter"):
+        text = card.text(saved, form=form)
+        for fence, block in re.findall(r"^(`{3,})\w+\n(.*?)^\1$", text, re.M | re.S):
+            assert fence not in block
+        assert "Private" not in re.sub(r"^(`{3,})\w+\n(.*?)^\1$", "", text, flags=re.M | re.S)
 
 
 def test_the_command_prints_it_or_writes_it_anew(run):
@@ -138,9 +129,7 @@ def test_the_command_prints_it_or_writes_it_anew(run):
     fedpriv("card", run / "variants", code=2)
 
 
-@pytest.mark.parametrize(
-    ("said", "against"), [({"num_readers": 1}, "the server and any one participant"), ({}, "the server alone")]
-)
-def test_it_says_against_whom_sums_hold_and_of_older_runs_no_more_than_was_counted(run, tmp_path, said, against):
-    text = card.text(with_summary(run, tmp_path, epsilon_aggregate_max=1.0, **said))
-    assert f"| aggregate | 1 | 1e-5 | {against}, who saw sums of uploads alone |" in text
+def test_it_says_against_whom_sums_hold_and_of_older_runs_no_more_than_was_counted(run, tmp_path):
+    for said, against in (({"num_readers": 1}, "the server and any one participant"), ({}, "the server alone")):
+        text = card.text(with_summary(run, tmp_path, epsilon_aggregate_max=1.0, **said))
+        assert f"| aggregate | 1 | 1e-5 | {against}, who saw sums of uploads alone |" in text

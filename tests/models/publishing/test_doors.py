@@ -64,78 +64,95 @@ DOORS: Mapping[str, Door] = {"predict": predicts, "export": exports, "push": pus
 OF_A_STORE = ("predict", "export", "serve")
 
 
-@pytest.fixture
-def base(tiny_bert, tmp_path):
-    """A classifier whose pooling is its own, so that its export is of transformers, and is not the default."""
+def made(folder: Path, tiny_bert: Path) -> tuple[Path, Path]:
+    """A classifier whose pooling is its own, so that its export is of transformers, and a run of it."""
     config = AutoConfig.for_model("gpt2", **architectures.DECODERS["gpt2"], num_labels=len(LABELS))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(config)
-    return architectures.save(model, tmp_path / "base", tokenizer_of=tiny_bert)
-
-
-@pytest.fixture
-def run(base, tmp_path):
+    base = architectures.save(model, folder / "base", tokenizer_of=tiny_bert)
     values = {"recipe": "per-sample", "layers": "all", "rank": 4, "alpha": 64.0, "max_length": MOST}
-    return finished(tmp_path / "run", base, values=values)
+    return base, finished(folder / "run", base, values=values)
 
 
-@pytest.fixture
-def moved(run, tmp_path):
+@pytest.fixture(scope="module")
+def run(tiny_bert, tmp_path_factory):
+    return made(tmp_path_factory.mktemp("doors"), tiny_bert)[1]
+
+
+@pytest.fixture(scope="module")
+def base(run):
+    return run.parent / "base"
+
+
+@pytest.fixture(scope="module")
+def moved(run, tmp_path_factory):
     """A store of the run's variants, which lies in no run's folder."""
-    with Store(tmp_path / "moved" / "store") as store:
+    path = tmp_path_factory.mktemp("moved") / "store"
+    with Store(path) as store:
         for folder in sorted((run / "variants").iterdir()):
             tensors = folders.read_tensors(folder)
             layout = layout_of(tensors, 64)
             store.add(folder.name, layout, *layout.to_blocks(tensors), described=folders.read(folder))
-    return tmp_path / "moved" / "store"
+    return path
 
 
 @torch.no_grad()
-def expected(run: Path, base: Path, text: str) -> list[float]:
+def expected(run: Path, base: Path, text: str) -> Answer:
     """The probabilities by plain transformers and peft."""
     model = adapters.load(str(base), run / "variants" / "global")
     inputs = AutoTokenizer.from_pretrained(base)(text, truncation=True, max_length=MOST, return_tensors="pt")
-    found: list[float] = model(**inputs).logits[0].softmax(dim=0).tolist()
-    assert max(found) - min(found) > 0.05, "the check would be blind"
+    found = dict(zip(LABELS, model(**inputs).logits[0].softmax(dim=0).tolist(), strict=True))
+    assert max(found.values()) - min(found.values()) > 0.05, "the check would be blind"
     return found
 
 
-@pytest.mark.parametrize("text", [SHORT, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("door", DOORS)
-def test_a_run_answers_alike(door, text, run, base, tmp_path):
-    found = DOORS[door](run, "", text, tmp_path)
-    assert found == pytest.approx(dict(zip(LABELS, expected(run, base, text), strict=True)), abs=1e-5)
+def test_a_run_and_a_store_that_was_moved_answer_alike(door, run, base, moved, tmp_path):
+    known = expected(run, base, LONG)
+    assert DOORS[door](run, "", LONG, tmp_path) == pytest.approx(known, abs=1e-5)
+    if door in OF_A_STORE:
+        (tmp_path / "moved").mkdir()
+        assert DOORS[door](moved, str(base), LONG, tmp_path / "moved") == pytest.approx(known, abs=1e-5)
 
 
-@pytest.mark.parametrize("door", OF_A_STORE)
-def test_a_store_that_was_moved_answers_as_its_run_does(door, moved, run, base, tmp_path):
-    found = DOORS[door](moved, str(base), LONG, tmp_path)
-    assert found == pytest.approx(dict(zip(LABELS, expected(run, base, LONG), strict=True)), abs=1e-5)
+@pytest.fixture(scope="module")
+def homeless(tiny_bert, tmp_path_factory):
+    """A run whose base lies elsewhere now."""
+    base, run = made(tmp_path_factory.mktemp("homeless"), tiny_bert)
+    known = expected(run, base, SHORT)
+    return run, shutil.move(base, base.parent / "elsewhere"), known
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_base_that_was_moved_is_the_one_that_is_named(door, run, base, tmp_path):
-    known = dict(zip(LABELS, expected(run, base, SHORT), strict=True))
-    shutil.move(base, tmp_path / "elsewhere")
-    assert DOORS[door](run, str(tmp_path / "elsewhere"), SHORT, tmp_path) == pytest.approx(known, abs=1e-5)
+def test_a_base_that_was_moved_is_the_one_that_is_named(door, homeless, tmp_path):
+    run, base, known = homeless
+    assert DOORS[door](run, str(base), SHORT, tmp_path) == pytest.approx(known, abs=1e-5)
     for named in ("", "/nowhere/base"):
         (tmp_path / f"again{len(named)}").mkdir()
         with pytest.raises(InputError, match="model = "):
             DOORS[door](run, named, SHORT, tmp_path / f"again{len(named)}")
 
 
-@pytest.mark.parametrize(
-    ("of", "door"), [*(("run", door) for door in DOORS), *(("moved", door) for door in OF_A_STORE)]
-)
-def test_a_base_with_other_weights_is_refused(of, door, run, moved, base, tmp_path):
-    weights = base / "model.safetensors"
+@pytest.fixture(scope="module")
+def altered(base, tmp_path_factory):
+    """The base with other weights."""
+    copy = shutil.copytree(base, tmp_path_factory.mktemp("altered") / "base")
+    weights = copy / "model.safetensors"
     save_file({name: tensor + 0.01 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    with pytest.raises(InputError, match="its weights are not those that this adapter was trained on"):
-        DOORS[door](run if of == "run" else moved, str(base), SHORT, tmp_path)
+    return copy
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_base_with_other_weights_is_refused(door, run, moved, altered, tmp_path):
+    for number, source in enumerate([run, moved] if door in OF_A_STORE else [run]):
+        (tmp_path / str(number)).mkdir()
+        with pytest.raises(InputError, match="its weights are not those that this adapter was trained on"):
+            DOORS[door](source, str(altered), SHORT, tmp_path / str(number))
 
 
 def test_a_pickle_beside_the_tensors_is_never_read(run, base, tmp_path):
+    run = shutil.copytree(run, tmp_path / "run")
     before = predicts(run, "", SHORT, tmp_path)
     folder = run / "variants" / "global"
     tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(folder / folders.TENSORS).items()}

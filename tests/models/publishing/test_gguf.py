@@ -1,5 +1,6 @@
 """What `fedpriv export --gguf` wrote computes what peft computes, by an independent reading of its files."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,7 @@ from hypothesis import strategies as st
 from peft import LNTuningConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, normalizers, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fedpriv.errors import InputError
 from fedpriv.models import publishing
@@ -43,25 +33,28 @@ from tests.tiny_gguf import TEMPLATE, tiny_llama, write_gguf
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENS = [1, 40, 17, 300, 3, 255, 8, 9, 121]
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 48, "max_position_embeddings": 128, "initializer_range": 0.2},
 }
-LLAMA_3 = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
-LLAMA_3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-KINDS: dict[str, Any] = {
-    "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**sizes)),
-    "biased": lambda **sizes: LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)),
-    "wide": lambda **sizes: LlamaForCausalLM(LlamaConfig(**sizes, head_dim=12, tie_word_embeddings=True)),
-    "llama-3": lambda **sizes: LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=LLAMA_3)),
-    "mistral": lambda **sizes: MistralForCausalLM(MistralConfig(**sizes, sliding_window=None)),
-    "qwen2": lambda **sizes: Qwen2ForCausalLM(Qwen2Config(**sizes)),
-    "qwen3": lambda **sizes: Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=128)),
+ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA_3 = {"rope_parameters": {**ROPE, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}
+BIASED, WIDE = {"attention_bias": True, "mlp_bias": True}, {"head_dim": 12, "tie_word_embeddings": True}
+# {name: the architecture, and what is not its default}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biased": ("llama", BIASED),
+    "wide": ("llama", WIDE),
+    "llama-3": ("llama", LLAMA_3),
+    "all options": ("llama", BIASED | WIDE | LLAMA_3),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
 }
+
+
+def random_model(kind: str = "llama", **values: Any) -> Any:
+    architecture, options = KINDS[kind]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **{**SIZES, **options, **values}))
 
 
 def base_folder(folder: Path, kind: str = "llama", tokenizer: Any = None, **values: Any) -> Path:
@@ -69,7 +62,7 @@ def base_folder(folder: Path, kind: str = "llama", tokenizer: Any = None, **valu
     tokenizer = tokenizer or chat_tokenizer()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = KINDS[kind](vocab_size=len(tokenizer), pad_token_id=0, **(SIZES | values))
+        model = random_model(kind, vocab_size=len(tokenizer), pad_token_id=0, **values)
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
@@ -112,19 +105,40 @@ def gap(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
     return float(np.abs(found - expected).max())
 
 
-@pytest.mark.parametrize("kind", ["biased", "llama-3", *slow("llama", "wide", "mistral")])
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return base_folder(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="module")
+def run(model) -> Path:
+    """A run of it, which all tests only read."""
+    return causal_run(model.parent / "run", model)
+
+
+@pytest.fixture(scope="module")
+def both(run) -> Path:
+    """Both files of it, in float16."""
+    return exported(run, run.parent / "both")
+
+
+def as_peft(run: Path, out: Path, folder: Path) -> bool:
+    """Whether the files of an export compute what peft does, and the base alone does not."""
+    base, expected = base_file(run, folder / "base"), reference(run)
+    assert gap(logits(base, TOKENS), expected) > 0.05, "the adapter does nothing"
+    found = logits(base, TOKENS, out / "adapter.gguf"), logits(out / "model.gguf", TOKENS)
+    return all(gap(each, expected) < 1e-4 for each in found)
+
+
+@pytest.mark.parametrize("kind", ["all options", *slow("llama", "biased", "wide", "llama-3", "mistral")])
 def test_a_llama_and_its_lora_compute_what_peft_computes(kind, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind))
     out = exported(run, tmp_path / "out", precision="float32")
-    base = base_file(run, tmp_path / "base")
-    expected = reference(run)
-    assert gap(logits(base, TOKENS), expected) > 0.05, "the adapter does nothing"
-    assert gap(logits(base, TOKENS, out / "adapter.gguf"), expected) < 1e-4
-    assert gap(logits(out / "model.gguf", TOKENS), expected) < 1e-4
+    assert as_peft(run, out, tmp_path)
     assert File(out / "model.gguf").kinds["blk.1.ffn_up.weight"] == "F32"
 
 
-@pytest.mark.parametrize("kind", ["wide", "qwen3", *slow("llama", "qwen2")])
+@pytest.mark.parametrize("kind", ["qwen3", *slow("llama", "wide", "qwen2")])
 def test_transformers_reads_the_whole_model_back(kind, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind))
     out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
@@ -140,8 +154,7 @@ def test_transformers_reads_the_whole_model_back(kind, tmp_path):
     assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<s>")
 
 
-def test_without_the_order_of_rows_both_files_are_wrong(tmp_path, monkeypatch):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
+def test_without_the_order_of_rows_both_files_are_wrong(run, tmp_path, monkeypatch):
     expected, base = reference(run), base_file(run, tmp_path / "base")
     monkeypatch.setattr(_gguf, "_taking_turns", lambda rows, _heads: rows)
     out = exported(run, tmp_path / "out", precision="float32")
@@ -174,7 +187,7 @@ def test_rows_take_turns_between_the_halves_of_each_head(heads, half, columns):
 def test_ranks_and_alphas_of_single_layers_are_in_the_factors(settings):
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False, **settings)
-    model = get_peft_model(KINDS["llama"](vocab_size=50, **SIZES), config)
+    model = get_peft_model(random_model(vocab_size=50), config)
     alpha, tensors = _gguf.adapter_tensors(model)
     names = gguf.get_tensor_name_map(_gguf.architecture_of(model.config), 2)
     for name, layer in model.get_base_model().named_modules():
@@ -190,8 +203,7 @@ def test_ranks_and_alphas_of_single_layers_are_in_the_factors(settings):
 @pytest.mark.parametrize(
     ("precision", "kind", "bits"), [("float16", "F16", 11), pytest.param("bfloat16", "BF16", 8, marks=pytest.mark.slow)]
 )
-def test_matrices_are_rounded_once_and_vectors_never(precision, kind, bits, tmp_path):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
+def test_matrices_are_rounded_once_and_vectors_never(precision, kind, bits, run, tmp_path):
     exact = File(exported(run, tmp_path / "exact", form="gguf-model", precision="float32") / "model.gguf")
     file = File(exported(run, tmp_path / "out", form="gguf-model", precision=precision) / "model.gguf")
     for name, values in exact.tensors.items():
@@ -201,8 +213,8 @@ def test_matrices_are_rounded_once_and_vectors_never(precision, kind, bits, tmp_
         assert (error > 0).any() == (values.ndim > 1)
 
 
-def test_a_value_that_float16_lacks_is_refused(tmp_path):
-    folder = base_folder(tmp_path / "model")
+def test_a_value_that_float16_lacks_is_refused(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -227,15 +239,14 @@ def test_a_base_that_came_from_a_gguf_file_keeps_its_tokenizer_and_license(tmp_p
     assert gap(logits(out / "model.gguf", TOKENS[:3]), reference(run, TOKENS[:3])) < 1e-4
 
 
-def test_files_are_a_function_of_the_variant_and_say_nothing_else(tmp_path):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
-    first, second = exported(run, tmp_path / "a"), exported(run, tmp_path / "b")
+def test_files_are_a_function_of_the_variant_and_say_nothing_else(run, both, tmp_path):
+    first, second = both, exported(run, tmp_path / "b")
     names = sorted(path.name for path in first.iterdir())
     assert names == ["Modelfile", "README.md", "adapter.gguf", "model.gguf"]
     for name in names:
         content = (first / name).read_bytes()
         assert content == (second / name).read_bytes()
-        for secret in (str(tmp_path), "Anna", "hospital", "letters.csv"):
+        for secret in (str(tmp_path), str(run.parent), "Anna", "hospital.csv"):
             assert secret.encode() not in content
     adapter = File(first / "adapter.gguf").fields
     assert (adapter["general.type"], adapter["adapter.type"]) == ("adapter", "lora")
@@ -245,14 +256,9 @@ def test_files_are_a_function_of_the_variant_and_say_nothing_else(tmp_path):
     assert "library_name: gguf" in readme
 
 
-def test_the_command_writes_both_or_one_and_never_half(tmp_path, monkeypatch):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
-    assert as_json("export", run, tmp_path / "all", "--gguf")["files"] == [
-        "Modelfile",
-        "README.md",
-        "adapter.gguf",
-        "model.gguf",
-    ]
+def test_the_command_writes_both_or_one_and_never_half(run, tmp_path, monkeypatch):
+    written = as_json("export", run, tmp_path / "all", "--gguf")["files"]
+    assert written == ["Modelfile", "README.md", "adapter.gguf", "model.gguf"]
     found = as_json("export", run, tmp_path / "adapter", "--gguf", "--only", "adapter")
     assert found["files"] == ["Modelfile", "README.md", "adapter.gguf"]
     assert found["modelfile_has_template"]
@@ -262,10 +268,13 @@ def test_the_command_writes_both_or_one_and_never_half(tmp_path, monkeypatch):
     assert found["files"] == ["Modelfile", "README.md", "model.gguf"]
     assert "adapter.gguf" not in (tmp_path / "model-alone" / "README.md").read_text()
     assert "exists; name a new folder" in fedpriv("export", run, tmp_path / "all", "--gguf", code=2)[1]
-    assert "must be adapter or model" in fedpriv("export", run, tmp_path / "x", "--gguf", "--only", "base", code=2)[1]
-    lora = ["--gguf", "--only", "adapter", "--precision", "float32"]
-    assert "a LoRA is in float32" in fedpriv("export", run, tmp_path / "x", *lora, code=2)[1]
-    assert "are of --gguf" in fedpriv("export", run, tmp_path / "x", "--only", "adapter", code=2)[1]
+    for options, said in (
+        (["--gguf", "--only", "base"], "must be adapter or model"),
+        (["--gguf", "--only", "adapter", "--precision", "float32"], "a LoRA is in float32"),
+        (["--only", "adapter"], "are of --gguf"),
+        (["--gguf", "--transformers"], "transformers, gguf"),
+    ):
+        assert said in fedpriv("export", run, tmp_path / "x", *options, code=2)[1]
 
     def full(*_arguments: object) -> None:
         raise OSError(28, "No space left on device")
@@ -275,25 +284,19 @@ def test_the_command_writes_both_or_one_and_never_half(tmp_path, monkeypatch):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "x"))]
 
 
-def test_r_between_frozen_factors_is_exported_as_an_ordinary_lora(tmp_path):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"), aggregation="fed-sb", rank=4)
-    out, base = exported(run, tmp_path / "out", precision="float32"), base_file(run, tmp_path / "base")
-    assert gap(logits(base, TOKENS), reference(run)) > 0.05, "the adapter does nothing"
-    assert gap(logits(base, TOKENS, out / "adapter.gguf"), reference(run)) < 1e-4
-    assert gap(logits(out / "model.gguf", TOKENS), reference(run)) < 1e-4
+def test_r_between_frozen_factors_is_exported_as_an_ordinary_lora(model, tmp_path):
+    run = causal_run(tmp_path / "run", model, aggregation="fed-sb", rank=4)
+    assert as_peft(run, exported(run, tmp_path / "out", precision="float32"), tmp_path)
 
 
-def test_whole_weights_become_a_whole_model_alone(tmp_path):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"), aggregation="fedavg")
+def test_whole_weights_become_a_whole_model_alone_and_a_classifier_none(model, tiny_bert, tmp_path):
+    run = causal_run(tmp_path / "run", model, aggregation="fedavg")
     assert "whole weights were trained" in fedpriv("export", run, tmp_path / "out", "--gguf", code=2)[1]
     assert not (tmp_path / "out").exists()
     out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
     assert gap(logits(out / "model.gguf", TOKENS), reference(run)) < 1e-4
-
-
-def test_a_classifier_is_refused(tiny_bert, tmp_path):
-    run = save_run(tmp_path / "run", {"model": str(tiny_bert)}, ("global",))
-    assert "is a classifier" in fedpriv("export", run, tmp_path / "out", "--gguf", code=2)[1]
+    classifier = save_run(tmp_path / "classifier", {"model": str(tiny_bert)}, ("global",))
+    assert "is a classifier" in fedpriv("export", classifier, tmp_path / "none", "--gguf", code=2)[1]
 
 
 def refusal(function: Any, *arguments: Any) -> str:
@@ -305,7 +308,7 @@ def refusal(function: Any, *arguments: Any) -> str:
 
 def test_what_no_lora_file_holds_is_refused_by_name():
     def attached(config: Any) -> Any:
-        return get_peft_model(KINDS["llama"](vocab_size=50, **SIZES), config)
+        return get_peft_model(random_model(vocab_size=50), config)
 
     def lora(**settings: Any) -> Any:
         return attached(LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings))
@@ -322,21 +325,16 @@ def test_what_no_lora_file_holds_is_refused_by_name():
 
 
 def test_models_that_llama_cpp_computes_otherwise_are_refused_by_name():
-    def made(**values: Any) -> Any:
-        return KINDS["llama"](vocab_size=50, **SIZES, **values)
-
-    model = made()
-    model.config.model_type = "gemma2"
-    assert "model_type = 'gemma2': --gguf knows llama, mistral" in refusal(_gguf.architecture_of, model.config)
-    assert "hidden_act = 'gelu'" in refusal(_gguf.model_tensors, made(hidden_act="gelu"))
+    assert "hidden_act = 'gelu'" in refusal(_gguf.model_tensors, random_model(vocab_size=50, hidden_act="gelu"))
     yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
-    assert "rope_type = 'yarn'" in refusal(_gguf.model_tensors, made(rope_parameters=yarn))
-    model = made()
-    model.config.sliding_window = 64
-    assert "sliding_window = 64" in refusal(_gguf.model_tensors, model)
-    model = made()
+    assert "rope_type = 'yarn'" in refusal(_gguf.model_tensors, random_model(vocab_size=50, rope_parameters=yarn))
+    model = random_model(vocab_size=50)
     model.model.extra = torch.nn.Linear(2, 2)
     assert "tensor = 'model.extra.weight'" in refusal(_gguf.model_tensors, model)
+    model.config.sliding_window = 64
+    assert "sliding_window = 64" in refusal(_gguf.model_tensors, model)
+    model.config.model_type = "gemma2"
+    assert "model_type = 'gemma2': --gguf knows llama, mistral" in refusal(_gguf.architecture_of, model.config)
 
 
 def divided(name: str) -> Any:
@@ -358,7 +356,7 @@ def divided(name: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", ["smollm", "qwen2", *slow("gpt-2", "llama-bpe")])
+@pytest.mark.parametrize("name", ["qwen2", *slow("gpt-2", "smollm", "llama-bpe")])
 def test_a_tokenizers_words_are_named_as_llama_cpp_names_them(name, tmp_path):
     run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", tokenizer=divided(name)))
     fields = File(exported(run, tmp_path / "out", form="gguf-model") / "model.gguf").fields
@@ -371,29 +369,28 @@ def test_a_tokenizers_words_are_named_as_llama_cpp_names_them(name, tmp_path):
 
 
 def test_other_tokenizers_are_refused_and_need_none_for_the_adapter_alone(tmp_path):
-    for number, tokenizer in enumerate((chat_tokenizer(spaces=True), divided("gpt-2"))):
-        if number:
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    by_spaces = divided("gpt-2")
+    by_spaces.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for number, tokenizer in enumerate((chat_tokenizer(spaces=True), by_spaces)):
         run = causal_run(tmp_path / f"run-{number}", base_folder(tmp_path / f"model-{number}", tokenizer=tokenizer))
         said = fedpriv("export", run, tmp_path / "out", "--gguf", code=2)[1]
         assert "tokenizer = BPE: --gguf knows byte-level BPE that divides texts as gpt-2, smollm" in said
-        as_json("export", run, tmp_path / f"adapter-{number}", "--gguf", "--only", "adapter")
+    as_json("export", run, tmp_path / "adapter", "--gguf", "--only", "adapter")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_vocabulary_larger_than_the_tokenizers_is_filled(tmp_path):
-    folder = base_folder(tmp_path / "model")
+def test_a_vocabulary_larger_than_the_tokenizers_is_filled(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.resize_token_embeddings(len(tokenizer) + 3)
-    model.save_pretrained(folder)
+    larger = AutoModelForCausalLM.from_pretrained(folder)
+    larger.resize_token_embeddings(len(tokenizer) + 3)
+    larger.save_pretrained(folder)
     fields = File(exported(causal_run(tmp_path / "run", folder), tmp_path / "out") / "model.gguf").fields
     assert fields["tokenizer.ggml.tokens"][-1] == f"[PAD{len(tokenizer) + 2}]"
     assert fields["tokenizer.ggml.token_type"][-3:] == [5, 5, 5]
 
 
-def test_without_its_package_the_option_says_which_is_missing(tmp_path, monkeypatch):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model"))
+def test_without_its_package_the_option_says_which_is_missing(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     for name in ("gguf_files", "_gguf"):
         monkeypatch.delitem(sys.modules, f"fedpriv.models.publishing.{name}")

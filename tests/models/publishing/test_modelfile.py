@@ -133,7 +133,7 @@ def test_a_template_of_go_writes_what_the_chat_template_writes(name):
     assert texts is not None
     template = texts.in_go(before="", after="")
 
-    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
     @given(CHATS)
     def agrees(drawn):
         assert as_go(template, chat_of(drawn)) == jinja(tokenizer, chat_of(drawn))
@@ -141,22 +141,10 @@ def test_a_template_of_go_writes_what_the_chat_template_writes(name):
     agrees()
 
 
-def test_a_turn_has_its_own_words_around_it():
-    assert gguf_files.turn_texts(chat_tokenizer()) == gguf_files.TurnTexts(
-        opening="",
-        system=("<|im_start|>system\n", "<|im_end|>\n"),
-        user=("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
-        after_answer="<|im_end|>\n",
-    )
-
-
 @pytest.mark.parametrize("reason", OTHERS)
 def test_a_template_that_does_more_has_none(reason):
-    tokenizer = chat_tokenizer(OTHERS[reason])
-    texts = gguf_files.turn_texts(tokenizer)
-    assert texts is None or reason == "braces"
-    if texts is not None:
-        assert "{{" in texts.user[0]
+    texts = gguf_files.turn_texts(chat_tokenizer(OTHERS[reason]))
+    assert texts is None or (reason == "braces" and "{{" in texts.user[0])
 
 
 @pytest.mark.skipif(shutil.which("go") is None, reason="Go is not installed")
@@ -201,11 +189,8 @@ def test_a_modelfile_puts_a_prompt_as_predict_does_and_ends_an_answer_there(tmp_
         "PARAMETER repeat_penalty": "1",
         "PARAMETER num_predict": "8",
     }
-
-
-def test_an_adapter_alone_stands_on_a_base_of_the_readers(tmp_path):
-    content, _ = gguf_files.modelfile(saved.load(saved.find(run_of(tmp_path))), has_model=False)
-    assert commands(content)[:2] == [("FROM", "./base.gguf"), ("ADAPTER", "./adapter.gguf")]
+    content, _ = gguf_files.modelfile(loaded, has_model=False)
+    assert commands(content)[:2] == [("FROM", "./base.gguf"), ("ADAPTER", "./adapter.gguf")], "that of the reader"
 
 
 def test_a_system_prompt_that_no_modelfile_can_hold_is_refused(tmp_path):
