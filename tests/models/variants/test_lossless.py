@@ -33,8 +33,7 @@ def num_bytes(packed: dict[str, np.ndarray]) -> int:
 def two_models(draw):
     """Two models of one layout with bits of any kind: of NaNs with payloads, of zeros of both signs, of subnormals."""
     first = draw(MODELS)
-    seed = draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
     def other(values: np.ndarray) -> np.ndarray:
         if values.dtype == bool:
@@ -45,7 +44,7 @@ def two_models(draw):
     return first, {name: other(values) for name, values in first.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(models=two_models(), piece=st.sampled_from([1, 3, 2**20]))
 def test_any_bits_come_back_and_equal_models_give_equal_bytes(models, piece):
     reference, model = models
@@ -99,9 +98,8 @@ def test_the_nearest_to_all_is_the_reference_and_zeros_are_where_models_have_not
     for order in ([base, *tuned], [*tuned, base]):
         samples = [sample(model, layout) for model in order]
         assert order[best_reference(samples, len(order))] is base
-    strangers = [
-        {"w": np.random.default_rng(n).standard_normal(50_000).astype("f4"), "steps": np.array(n)} for n in range(4)
-    ]
+    values = np.random.default_rng(0).standard_normal((4, 50_000)).astype("f4")
+    strangers = [{"w": each, "steps": np.array(0)} for each in values]
     assert best_reference([sample(model, layout) for model in strangers], 4) is None
     assert best_reference([sample(base, layout)], 1) is None
 
@@ -166,9 +164,7 @@ def test_what_is_packed_in_another_way_is_refused_in_one_line():
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="no safetensors"):
         Reference.from_bytes(b"nonsense", layout)
-
-
-def test_a_stranger_who_states_many_values_gets_no_memory_for_them():
+    # A stranger who states many values gets no memory for them.
     layout = layout_of({"w": np.broadcast_to(np.float32(0), (10**13,))}, 16)
     with pytest.raises(ValueError, match="not the pieces of 10000000000000 values"):
         Reference.zeros(layout).tensors({"lossless/4": np.zeros(3, "u1"), "lossless/4-sizes": np.array([3])})
