@@ -15,6 +15,9 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from tests.served import save_run
 
 RUN = "run-1"
+# A run of a language model of prompts and responses, all of whose layers are adapted.
+CHAT = {"task": "CAUSAL_LM", "layers": "all", "normalize_features": False, "prompt_column": "p", "response_column": "r"}
+CHAT |= {"max_length": 128, "max_new_tokens": 8}
 
 # Keys on which no variant depends, and the variants that were saved for all others, which are copied.
 OF_THE_RUN = ("ledger", "public_data", "budget_epsilon", "target_epsilon")

@@ -13,7 +13,7 @@ from fedpriv.models.publishing.saved import find
 from fedpriv.runs import RunFolder
 from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
-from tests.models.publishing.runs import finished
+from tests.models.publishing.runs import CHAT, finished
 
 ATTACK = "---\nlicense: mit\n---\n# Private <script>x</script> [a](http://b) | `c`"
 
@@ -97,11 +97,8 @@ def test_no_text_of_the_data_becomes_metadata_or_markup(run, tmp_path):
     assert markdown("all-MiniLM-L6-v2") == "all-MiniLM-L6-v2"
 
 
-CHATS = {"task": "CAUSAL_LM", "prompt_column": "p", "response_column": "r", "normalize_features": False}
-
-
 def test_the_card_of_a_language_model_serves_it_with_vllm(tmp_path):
-    saved = find(finished(tmp_path / "run", chat_model(tmp_path / "it's"), ("global",), values=CHATS))
+    saved = find(finished(tmp_path / "run", chat_model(tmp_path / "it's"), ("global",), values=CHAT))
     for rank, shown in ((3, 8), (16, 16), (300, 320), (513, None)):
         text = card.text(replace(saved, settings={**saved.settings, "r": rank}))
         line = f"vllm serve 'it'\"'\"'s' --enable-lora --max-lora-rank {shown} --lora-modules global=.\n"
@@ -110,7 +107,7 @@ def test_the_card_of_a_language_model_serves_it_with_vllm(tmp_path):
 
 
 def test_a_system_prompt_stays_within_its_block(tmp_path):
-    values = {**CHATS, "max_length": 128, "system_prompt": "```\n# Private\n````\n"}
+    values = {**CHAT, "system_prompt": "```\n# Private\n````\n"}
     saved = find(finished(tmp_path / "run", chat_model(tmp_path / "model"), ("global",), values=values))
     for form in ("transformers", "gguf", "gguf-adapter"):
         text = card.text(saved, form=form)

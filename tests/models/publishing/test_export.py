@@ -23,6 +23,7 @@ from tests.architectures import random_model
 from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
 from tests.marks import slow
+from tests.models.publishing.runs import CHAT
 from tests.served import LABELS, save_run
 
 TEXTS = ["the patient has a rash", "pain in the chest today", "", "a knee cough " * 40]
@@ -85,12 +86,12 @@ def encoder_run(
 
 
 def causal_run(instructs: bool, folder: Path) -> Path:
-    values: dict[str, object] = {"task": "CAUSAL_LM", "layers": "all", "data": "x.csv", "normalize_features": False}
-    values |= {"max_new_tokens": 8, "max_length": 128}
+    values = {"model": str(chat_model(folder / "model")), "data": "x.csv", **CHAT}
     if instructs:
-        values |= {"prompt_column": "p", "response_column": "r", "system_prompt": 'Say "it" kindly \U0001f642'}
-        values |= {"prompt_template": "Q: {}\nIn one word?"}
-    return save_run(folder / "run", {"model": str(chat_model(folder / "model")), **values}, ("global",), scale=0.5)
+        values |= {"system_prompt": 'Say "it" kindly \U0001f642', "prompt_template": "Q: {}\nIn one word?"}
+    else:
+        values |= {"prompt_column": "", "response_column": ""}
+    return save_run(folder / "run", values, ("global",), scale=0.5)
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert", *slow("roberta")])

@@ -26,7 +26,7 @@ from tests.chats import INST, chat_tokenizer
 from tests.cli.command_line import as_json, fedpriv
 from tests.marks import slow
 from tests.models.publishing.llama_restated import File, logits
-from tests.models.publishing.runs import finished
+from tests.models.publishing.runs import CHAT, finished
 from tests.served import save_run
 from tests.tiny_gguf import TEMPLATE, tiny_llama, write_gguf
 
@@ -73,9 +73,7 @@ def base_folder(folder: Path, kind: str = "llama", tokenizer: Any = None, **valu
 
 def causal_run(folder: Path, model: Path, **values: Any) -> Path:
     """A run whose random adapter moves all linear layers."""
-    chosen = {"task": "CAUSAL_LM", "layers": "all", "normalize_features": False, "max_length": 128, "rank": 3}
-    chosen |= {"prompt_column": "p", "response_column": "r", "max_new_tokens": 8, "target_modules": TARGETS}
-    return finished(folder, model, ("global",), values=chosen | values)
+    return finished(folder, model, ("global",), values={**CHAT, "rank": 3, "target_modules": TARGETS, **values})
 
 
 def reference(run: Path, tokens: list[int] = TOKENS) -> np.ndarray[Any, Any]:
@@ -162,7 +160,7 @@ def test_without_the_order_of_rows_both_files_are_wrong(run, tmp_path, monkeypat
     assert gap(logits(out / "model.gguf", TOKENS), expected) > 1e-2
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(heads=st.integers(1, 5), half=st.integers(1, 6), columns=st.integers(0, 3))
 def test_rows_take_turns_between_the_halves_of_each_head(heads, half, columns):
     shape = (heads * 2 * half, *([columns] if columns else []))
@@ -176,6 +174,10 @@ def test_rows_take_turns_between_the_halves_of_each_head(heads, half, columns):
                 assert torch.equal(turned[head * 2 * half + 2 * place + side], row)
 
 
+def attached(kind: Any = LoraConfig, **settings: Any) -> Any:
+    return get_peft_model(random_model(vocab_size=50), kind(**settings))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -186,8 +188,7 @@ def test_rows_take_turns_between_the_halves_of_each_head(heads, half, columns):
 )
 def test_ranks_and_alphas_of_single_layers_are_in_the_factors(settings):
     torch.manual_seed(0)
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False, **settings)
-    model = get_peft_model(random_model(vocab_size=50), config)
+    model = attached(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False, **settings)
     alpha, tensors = _gguf.adapter_tensors(model)
     names = gguf.get_tensor_name_map(_gguf.architecture_of(model.config), 2)
     for name, layer in model.get_base_model().named_modules():
@@ -307,21 +308,16 @@ def refusal(function: Any, *arguments: Any) -> str:
 
 
 def test_what_no_lora_file_holds_is_refused_by_name():
-    def attached(config: Any) -> Any:
-        return get_peft_model(random_model(vocab_size=50), config)
-
-    def lora(**settings: Any) -> Any:
-        return attached(LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings))
-
-    whole = attached(LNTuningConfig(target_modules=["model.layers.0.mlp.up_proj"]))
-    tensors = _gguf.adapter_tensors
-    assert "whole weights were trained" in refusal(tensors, whole)
-    assert "use_dora = True: model.layers.0.self_attn.q_proj" in refusal(tensors, lora(use_dora=True))
-    assert "lora_bias = True" in refusal(tensors, lora(lora_bias=True))
-    assert "modules_to_save = model.embed_tokens" in refusal(tensors, lora(modules_to_save=["embed_tokens"]))
-    embedding = attached(LoraConfig(r=2, target_modules=["embed_tokens"]))
-    assert "target_modules = model.embed_tokens" in refusal(tensors, embedding)
-    assert "target_modules = lm_head" in refusal(tensors, attached(LoraConfig(r=2, target_modules=["lm_head"])))
+    whole = attached(LNTuningConfig, target_modules=["model.layers.0.mlp.up_proj"])
+    assert "whole weights were trained" in refusal(_gguf.adapter_tensors, whole)
+    for targets, more, said in (
+        (["q_proj"], {"use_dora": True}, "use_dora = True: model.layers.0.self_attn.q_proj"),
+        (["q_proj"], {"lora_bias": True}, "lora_bias = True"),
+        (["q_proj"], {"modules_to_save": ["embed_tokens"]}, "modules_to_save = model.embed_tokens"),
+        (["embed_tokens"], {}, "target_modules = model.embed_tokens"),
+        (["lm_head"], {}, "target_modules = lm_head"),
+    ):
+        assert said in refusal(_gguf.adapter_tensors, attached(r=2, target_modules=targets, **more))
 
 
 def test_models_that_llama_cpp_computes_otherwise_are_refused_by_name():
@@ -422,7 +418,9 @@ def test_a_plain_text_begins_as_in_training_and_a_chat_as_its_template_says(begi
     assert not File(chat / "model.gguf").fields["tokenizer.ggml.add_bos_token"]
 
 
-def test_an_end_of_turn_that_is_no_end_of_text_is_noted(tmp_path):
+def test_an_end_of_turn_that_is_no_end_of_text_is_noted_and_a_template_that_go_lacks_left_to_the_file(
+    tmp_path,
+):
     tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.eos_token = "<s>"
@@ -432,11 +430,8 @@ def test_an_end_of_turn_that_is_no_end_of_text_is_noted(tmp_path):
     assert fields["tokenizer.ggml.eot_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     stops = [line for line in (out / "Modelfile").read_text().splitlines() if "stop" in line]
     assert stops == ['PARAMETER stop """<s>"""', 'PARAMETER stop """<|im_end|>"""']
-
-
-def test_a_template_that_go_cannot_express_is_left_to_the_file(tmp_path):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", tokenizer=chat_tokenizer(INST)))
-    found = as_json("export", run, tmp_path / "out", "--gguf")
-    assert not found["modelfile_has_template"]
-    assert "TEMPLATE" not in (tmp_path / "out" / "Modelfile").read_text()
-    assert File(tmp_path / "out" / "model.gguf").fields["tokenizer.chat_template"] == INST
+    run = causal_run(tmp_path / "other", base_folder(tmp_path / "inst", tokenizer=chat_tokenizer(INST)))
+    out = tmp_path / "other-out"
+    assert not as_json("export", run, out, "--gguf")["modelfile_has_template"]
+    assert "TEMPLATE" not in (out / "Modelfile").read_text()
+    assert File(out / "model.gguf").fields["tokenizer.chat_template"] == INST

