@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.models.dedup import saliency
 from fedpriv.models.dedup.pipeline import deduplicate
 from fedpriv.models.dedup.planning import DedupSettings
 from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords, proof_records
@@ -19,6 +18,7 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import PureEpsilon
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.marks import slow
+from tests.models.dedup.test_pipeline import NetworkEvaluator
 from tests.stores import EVENT, described, uploads
 
 SETTINGS = DedupSettings(block_size=32, options={"min_batch": 2}, max_distance=2.0)
@@ -31,30 +31,13 @@ def network(kind: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4))
 
 
-class Teacher:
+class Teacher(NetworkEvaluator):
     """The records on which a network agrees with the one that it was derived from."""
 
-    utility = "accuracy"
-
-    def __init__(self, kind: str, truth, num_records: int, private: PrivateRecords | None = None) -> None:
-        self.model, self.private, self.num_records = network(kind), private, num_records
-        width = 16 if kind == "wide" else 20
-        self.records = torch.randn(num_records, width, generator=torch.Generator().manual_seed(num_records))
-        self.labels = self._logits(truth).argmax(1)
-
-    @torch.no_grad()
-    def _logits(self, tensors):
-        self.model.load_state_dict({name: torch.tensor(np.array(value)) for name, value in tensors.items()})
-        return self.model(self.records)
-
-    def utilities(self, tensors, records):
-        return (self._logits(tensors).argmax(1) == self.labels).numpy()[records].astype(float)
-
-    def saliency(self, tensors, records):
-        self._logits(tensors)
-        batches = [{"x": self.records[records], "y": self.labels[records]}]
-        loss = nn.CrossEntropyLoss(reduction="none")
-        return saliency.gradient(self.model, batches, lambda model, batch: loss(model(batch["x"]), batch["y"]))
+    def __init__(self, kind: str, truth, num_records: int) -> None:
+        width, generator = 16 if kind == "wide" else 20, torch.Generator().manual_seed(num_records)
+        super().__init__(network(kind), torch.randn(num_records, width, generator=generator))
+        self.labels = self.answers(truth)
 
 
 def variants() -> tuple[dict, dict, list[Described]]:

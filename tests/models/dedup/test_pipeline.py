@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,10 +13,12 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from fedpriv.errors import InputError
-from fedpriv.models.dedup import _blocks, planning, saliency
+from fedpriv.models.dedup import _blocks, saliency
 from fedpriv.models.dedup.pipeline import deduplicate
-from fedpriv.models.dedup.planning import DedupSettings
+from fedpriv.models.dedup.planning import DedupSettings, plan, search_memory
 from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords, loss_limit, proof_records
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.composition import History
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.accountants import epsilon_of as epsilon
@@ -34,34 +37,41 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
 
 
-class DigitsEvaluator:
-    """Which of the last 597 digits are read rightly, each in eight copies that are a little blurred."""
+class NetworkEvaluator:
+    """The records of which a network says what is right."""
 
     utility = "accuracy"
 
-    def __init__(self, private: PrivateRecords | None = None) -> None:
-        self.private = private
-        images = torch.tensor(DIGITS.data[TEST] / 16, dtype=torch.float32).repeat(COPIES, 1)
-        self.images = images + 0.1 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
-        self.labels = torch.tensor(DIGITS.target[TEST]).repeat(COPIES)
-        self.num_records = len(self.labels)
-        self.model = network()
-
-    def _load(self, tensors) -> None:
-        self.model.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
+    def __init__(self, model: nn.Module, inputs: torch.Tensor, private: PrivateRecords | None = None) -> None:
+        self.model, self.inputs, self.private, self.num_records = model, inputs, private, len(inputs)
+        self.labels = torch.zeros(len(inputs), dtype=torch.long)
 
     @torch.no_grad()
-    def utilities(self, tensors, records):
+    def answers(self, tensors) -> torch.Tensor:
         self._load(tensors)
-        return (self.model(self.images).argmax(1) == self.labels).numpy()[records].astype(float)
+        return self.model(self.inputs).argmax(1)
+
+    def _load(self, tensors) -> None:
+        self.model.load_state_dict({name: torch.tensor(np.array(value)) for name, value in tensors.items()})
+
+    def utilities(self, tensors, records):
+        return (self.answers(tensors) == self.labels).numpy()[records].astype(float)
 
     def saliency(self, tensors, records):
         self._load(tensors)
         loss = nn.CrossEntropyLoss(reduction="none")
-        batches = [{"images": self.images[records], "labels": self.labels[records]}]
-        return saliency.gradient(
-            self.model, batches, lambda model, batch: loss(model(batch["images"]), batch["labels"])
-        )
+        batches = [{"x": self.inputs[records], "y": self.labels[records]}]
+        return saliency.gradient(self.model, batches, lambda model, batch: loss(model(batch["x"]), batch["y"]))
+
+
+class DigitsEvaluator(NetworkEvaluator):
+    """Which of the last 597 digits are read rightly, each in eight copies that are a little blurred."""
+
+    def __init__(self, private: PrivateRecords | None = None) -> None:
+        images = torch.tensor(DIGITS.data[TEST] / 16, dtype=torch.float32).repeat(COPIES, 1)
+        blurred = images + 0.1 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+        super().__init__(network(), blurred, private)
+        self.labels = torch.tensor(DIGITS.target[TEST]).repeat(COPIES)
 
 
 @pytest.fixture(scope="module")
@@ -320,9 +330,52 @@ def test_what_a_base_holds_already_is_shared_without_a_validation(described, tra
 
 
 def test_a_plan_looks_at_no_weights_and_of_several_bases_of_one_run_it_takes_the_first(described):
-    selection = planning.plan(described, SETTINGS)
+    selection = plan(described, SETTINGS)
     assert set(selection.assignments) | set(selection.untouched) == {variant.name for variant in described}
-    selection = planning.plan(described, replace(SETTINGS, strategy="multi"))
+    selection = plan(described, replace(SETTINGS, strategy="multi"))
     assert {name: assignment.bases for name, assignment in selection.assignments.items()} == {
         f"round-{n}": ("round-20",) for n in (25, 30, 35, 40)
     }
+
+
+class Agreeable:
+    """Every form is as good as the one before, and magnitude is the saliency."""
+
+    num_records, utility, private = 900, "accuracy", None
+
+    def utilities(self, tensors, records):
+        return np.ones(len(records))
+
+    def saliency(self, tensors, records):
+        return {name: np.abs(values) for name, values in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "block_size", "strategy", "expected"),
+    [
+        (4, 1024, "single", lambda own, bases: 2 * own + 48 * 1024**2),  # distances
+        (4, 16384, "single", lambda own, bases: 3 * own),  # forms
+        (4, 16384, "multi", lambda own, bases: own + 2 * bases),  # several bases
+    ],
+)
+def test_a_search_holds_what_its_plan_says_within_15_percent(tmp_path, megabytes, block_size, strategy, expected):
+    rng, size, where = np.random.default_rng(0), megabytes * 2**18, {}
+    for name in ("round-1", "round-2", "round-3"):  # of a data set each, so that more bases cost less
+        own = {"deltas": {name: 1e-5}, "history": History(name=name, ancestors=uploads(1, name))}
+        where[name] = stores.described(name, utility=1.0, epsilon_bound=9.0, utility_bound=0.5, **own)
+        folders.write(tmp_path / name, where[name], {"w": rng.normal(size=size).astype(np.float32)})
+    settings = DedupSettings(
+        block_size=block_size, algorithm="greedy", strategy=strategy, fairness="outcome", max_distance=2.0
+    )
+    targets = plan(list(where.values()), settings).assignments.values()
+    most_bases = max(len(a.bases) for a in targets)
+    assert (most_bases > 1) == (strategy == "multi")
+    told = [search_memory(4 * size, 4 * size * len(a.bases), block_size)["memory_bytes"] for a in targets]
+    assert max(told) == expected(4 * size, 4 * size * most_bases)
+    with Store(tmp_path / "store") as store:
+        tracemalloc.start()
+        evaluators = dict.fromkeys(where, Agreeable())
+        deduplicate(list(where.values()), lambda n: folders.read_tensors(tmp_path / n), evaluators, store, settings)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert max(told) / 1.15 <= peak <= max(told) * 1.15

@@ -125,14 +125,6 @@ def test_a_model_of_sums_costs_what_the_sums_showed(run):
         assert (card(**changes)["view"], card(**changes)["epsilon"]) == ("local", spent(3)), why
 
 
-def test_a_stored_variant_that_took_blocks_of_another_descends_from_it_too(run):
-    cards = Cards(store(run / "store", COSTS, {"round-1": ["client-A"], "client-A": ["client-B"]}))
-    card = cards.card("round-1")
-    assert card["epsilon"] == pytest.approx(spent(3))
-    assert card["ancestors"]["bases"] == ["client-A", "client-B"]
-    assert card["accuracy"] == 0.7
-
-
 def test_a_causal_models_card_and_the_list_have_the_perplexity_of_its_responses(tmp_path):
     costs, outcome = {"x": {"epsilon": 1.0, "delta": 1e-5}}, {"utility": "log likelihood", "utility_before": -1.0}
     path = store(tmp_path / "store", costs, {}, **outcome, utility_after=-2.0)
@@ -201,20 +193,20 @@ def test_a_damaged_description_or_manifest_is_no_guarantee_and_spoils_no_other_c
     assert Cards(path).card("y")["epsilon"] == 2.0
 
 
-def test_a_damaged_manifest_of_a_base_makes_nobody_cheaper(run):
-    """round-1 may hold blocks of client-A, and by them of client-B, which only client-A's manifest tells."""
+def test_a_variant_that_took_blocks_of_another_descends_from_it_too_also_where_the_run_is_served(run):
     path = store(run / "store", COSTS, {"round-1": ["client-A"], "client-A": ["client-B"]})
-    damage_index(path, "models", "manifest", name="client-A")
-    assert Cards(path).together(["round-1"])["epsilon"] == 50.0, "what the store stated when all was there"
-    assert Cards(path).together(["global"])["epsilon"] == spent(3)
-
-
-def test_a_variant_of_a_run_with_a_store_pays_for_its_bases(run):
-    store(run / "store", COSTS, {"round-1": ["client-A"], "client-A": ["client-B"]})
+    card = Cards(path).card("round-1")
+    assert card["epsilon"] == pytest.approx(spent(3))
+    assert (card["ancestors"]["bases"], card["accuracy"]) == (["client-A", "client-B"], 0.7)
     assert Cards(run).card("round-1")["epsilon"] == pytest.approx(spent(3)), "it is served from the store"
     shutil.rmtree(run / "variants" / "round-1")
     card = Cards(run).card("round-1")
     assert (card["epsilon"], card["ancestors"]["bases"]) == (50.0, ["client-A", "client-B"])
+    # It may hold blocks of client-A, and by them of client-B, which only client-A's manifest tells.
+    describe(run / "variants", "round-1")
+    damage_index(path, "models", "manifest", name="client-A")
+    assert Cards(path).together(["round-1"])["epsilon"] == 50.0, "what the store stated when all was there"
+    assert Cards(path).together(["global"])["epsilon"] == spent(3)
 
 
 def test_a_reader_of_variants_that_are_bases_of_each_other_pays_for_the_union(run):
@@ -238,12 +230,9 @@ def engine():
 def clients(engine, tmp_path_factory):
     """OpenAI's clients with the tokens of a clinic, and of somebody who may use all."""
     file = tmp_path_factory.mktemp("tokens") / "tokens.toml"
-    secrets = {"clinic": add_new(file, "clinic", ["global", "round-*"]), "all": add_new(file, "all", ["*"])}
+    secrets = [add_new(file, name, may_use) for name, may_use in (("clinic", ["global", "round-*"]), ("all", ["*"]))]
     with running(engine, tokens=Tokens(file), aliases=ALIASES) as server:
-        yield {
-            name: openai.OpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0)
-            for name, secret in secrets.items()
-        }
+        yield [openai.OpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0) for secret in secrets]
 
 
 def ids(client):
@@ -251,7 +240,7 @@ def ids(client):
 
 
 def test_an_alias_opens_what_the_token_may_use_anyway_and_nothing_else(clients):
-    clinic = clients["clinic"]
+    clinic, everyone = clients
     assert ids(clinic) == ["global", "round-3", "gpt-4o-mini"]
     answer = clinic.completions.create(model="gpt-4o-mini", prompt="x", max_tokens=2)
     assert (answer.model, answer.choices[0].text) == ("global", "".join(words("global", "x", 2)))
@@ -261,35 +250,34 @@ def test_an_alias_opens_what_the_token_may_use_anyway_and_nothing_else(clients):
         with pytest.raises(openai.NotFoundError) as refused:
             clinic.completions.create(model=name, prompt="x")
         assert refused.value.body["message"].replace(name, "N").startswith("The model 'N' does not exist")
-    assert set(ALIASES) < set(ids(clients["all"]))
+    assert set(ALIASES) < set(ids(everyone))
 
 
-@pytest.mark.parametrize(
-    ("aliases", "says"),
-    [
+def test_an_alias_that_stands_for_nothing_or_hides_a_variant_is_refused(engine):
+    for aliases, says in (
         ({"global": "client-0"}, "is the name of a variant"),
         ({"../x": "global"}, "must be letters"),
         ({"a": "nobody"}, "there is no variant 'nobody'"),
         ({"a": "global", "b": "a"}, "there is no variant 'a'"),
-    ],
-)
-def test_an_alias_that_stands_for_nothing_or_hides_a_variant_is_refused(engine, aliases, says):
-    with pytest.raises(InputError, match=says):
-        Catalogue(engine, aliases)
+    ):
+        with pytest.raises(InputError, match=says):
+            Catalogue(engine, aliases)
 
 
 def test_the_base_says_that_it_is_public_and_has_no_epsilon(clients):
-    everyone = clients["all"]
+    clinic, everyone = clients
     card = everyone.models.retrieve("base")
     assert card.is_base
     assert "no holder's record" in card.note
     assert not hasattr(card, "epsilon")
     assert everyone.completions.create(model="base", prompt="x", max_tokens=1).choices[0].text == "base:x:0 "
     with pytest.raises(openai.NotFoundError):
-        clients["clinic"].completions.create(model="base", prompt="x")
-    both = everyone.get("/models/global?with=base", cast_to=httpx.Response).json()["together"]
+        clinic.completions.create(model="base", prompt="x")
+    both, alone, reader = (
+        everyone.get(address, cast_to=httpx.Response).json()
+        for address in ("/models/global?with=base", "/models/base?with=plain", "/reader")
+    )
+    both = both["together"]
     assert (both["epsilon"], both["models"]) == (1.0, ["base", "global"]), "the base adds nothing"
-    alone = everyone.get("/models/base?with=plain", cast_to=httpx.Response).json()["together"]
-    assert alone["is_base"]
-    reader = everyone.get("/reader", cast_to=httpx.Response).json()
+    assert alone["together"]["is_base"]
     assert (len(reader["models"]), reader["epsilon"]) == (len(NAMES) + 1, 0.5 + 0.5 * len(NAMES))

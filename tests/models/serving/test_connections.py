@@ -52,7 +52,7 @@ def test_a_body_is_read_up_to_its_limit_and_refused_beyond_it_as_soon_as_that_is
     assert read_through([b"x"], length=b"9" * 5000) == (b"413", 0)
 
 
-def test_requests_are_counted_for_each_token_and_given_back_however_they_end():
+def test_requests_and_their_inputs_are_counted_for_each_token_and_given_back_however_they_end():
     in_flight = InFlight(1, 10)
     with in_flight.one_more("a"), in_flight.one_more("b"):
         with pytest.raises(RefusalError, match="1 requests under way"), in_flight.one_more("a"):
@@ -61,10 +61,7 @@ def test_requests_are_counted_for_each_token_and_given_back_however_they_end():
     with pytest.raises(ZeroDivisionError), in_flight.one_more("a"):
         raise ZeroDivisionError
     assert in_flight.num_requests == 0
-
-
-def test_the_inputs_of_a_token_s_requests_are_counted_together_but_one_request_alone_may_have_many():
-    in_flight = InFlight(10, 8)
+    in_flight = InFlight(10, 8)  # inputs of all requests together, but one request alone may have many
     with in_flight.one_more("a") as first, in_flight.one_more("a") as second, in_flight.one_more("b") as other:
         first(20)
         with pytest.raises(RefusalError, match="20 texts or prompts") as refused:
@@ -175,10 +172,7 @@ def test_a_client_with_many_requests_for_many_variants_is_one_client():
     assert [client for client, _ in taken[:5]] == ["greedy", "modest", "greedy", "modest", "greedy"]
     assert len(taken) == 42
     assert (len(waiting), waiting.num_new, waiting.take()) == (0, 0, None)
-
-
-def test_the_variants_of_a_client_take_turns():
-    waiting = Waiting(100)
+    # So do the variants of a client.
     for variant in ("a", "a", "a", "b", "c"):
         waiting.add(job("one", variant))
     assert "".join(variant for _, variant in order(waiting)) == "abcaa"

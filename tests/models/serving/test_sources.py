@@ -39,11 +39,11 @@ def run(made, tmp_path):
     return shutil.copytree(made, tmp_path / "run")
 
 
-def store_of(run, path, names=NAMES, block_size=64):
+def store_of(run, path, names=NAMES):
     with Store(path) as store:
         for name in names:
             tensors = read_tensors(run / "variants" / name)
-            layout = layout_of(tensors, block_size)
+            layout = layout_of(tensors, 64)
             store.add(name, layout, *layout.to_blocks(tensors), described=read(run / "variants" / name))
     return path
 
@@ -53,26 +53,19 @@ def answers(folder, names=NAMES, **limits):
         return [ask_classes(scheduler, name, ("the rash",)).last() for name in names]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--port", "TAKEN", "cannot listen there; is it taken?"),
-        ("--socket", "none/s", "cannot listen there"),
-        ("--tokens", "none.toml", "none.toml: No such file"),
-        ("--alias", "a=nobody", "there is no variant 'nobody'"),
-        ("--alias", "global=client-2", "is the name of a variant"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(
-    made, tmp_path, monkeypatch, option, value, message
-):
+def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(made, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "load", lambda _: pytest.fail("the model is loaded in vain"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        options = ["--port", "0", option, value] if option != "--port" else [option, port]
-        _, said = fedpriv("serve", made, *options, folder=tmp_path, code=2)
-    assert message in said
-    assert said.count("error: ") == 1
+        for options, message in (
+            (["--port", taken.getsockname()[1]], "cannot listen there; is it taken?"),
+            (["--port", 0, "--socket", "none/s"], "cannot listen there"),
+            (["--port", 0, "--tokens", "none.toml"], "none.toml: No such file"),
+            (["--port", 0, "--alias", "a=nobody"], "there is no variant 'nobody'"),
+            (["--port", 0, "--alias", "global=client-2"], "is the name of a variant"),
+        ):
+            _, said = fedpriv("serve", made, *options, folder=tmp_path, code=2)
+            assert message in said
+            assert said.count("error: ") == 1
 
 
 def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
@@ -262,11 +255,8 @@ def memory(sizes: dict[str, int], total: int) -> VariantMemory:
 
 
 def test_hits_are_those_of_least_recently_used():
-    generator = random.Random(0)
-    names = [f"v{number}" for number in range(20)]
-    paging = memory(dict.fromkeys(names, 400), 7 * 400)
-    held: OrderedDict[str, None] = OrderedDict()
-    hits = 0
+    generator, names, hits = random.Random(0), [f"v{number}" for number in range(20)], 0
+    paging, held = memory(dict.fromkeys(names, 400), 7 * 400), OrderedDict[str, None]()
     for _ in range(2000):
         name = names[min(int(generator.expovariate(0.25)), 19)]
         hits += name in held
