@@ -21,9 +21,8 @@ from fedpriv.models.variants.composition import Guarantee
 def basic_cost(target, bases):
     """Theorem 4.1: epsilons on the same data add up, disjoint data give the maximum."""
     models = {each.name: each for each in (target, *bases)}.values()
-    of = [
-        [each for each in models if id_ in each.data_sets] for id_ in {id_ for each in models for id_ in each.data_sets}
-    ]
+    data_sets = frozenset().union(*(each.data_sets for each in models))
+    of = [[each for each in models if id_ in each.data_sets] for id_ in data_sets]
     epsilons, deltas = ([math.fsum(getattr(m, key) for m in each) for each in of] for key in ("epsilon", "delta"))
     return Guarantee(epsilon=max(epsilons), delta=max(deltas))
 
@@ -85,9 +84,10 @@ def test_the_first_model_is_the_base_of_all_others(name):
 
 def test_all_models_of_a2_dangle_and_use_a3s_first():
     # "All models in A2 are dangling models, and they will use the model from A3 with epsilon = 0.2".
-    alone = selected(scenario("A2"))
-    assert not alone.assignments
-    assert set(alone.untouched.values()) == {"no base meets its epsilon bound"}
+    for alone in (scenario("A2"), [variant("low", 1.0, 0.0), variant("high", 2.0, 0.5)]):
+        assert not selected(alone).assignments
+        assert set(selected(alone).untouched.values()) == {"no base meets its epsilon bound"}
+    assert selected([]).assignments == {}
     together = selected([*scenario("A2"), *scenario("A3")])
     assert {bases(together)[each.name] for each in scenario("A2")} == {("A3-0.2",)}
     assert all(together.assignments[each.name].guarantee.epsilon == each.epsilon for each in scenario("A2"))
@@ -139,13 +139,6 @@ def test_a_target_prefers_the_base_that_adds_least():
     # Algorithm 2's letter takes the smaller epsilon, its text the smaller increase: here 5.1 against 5.
     selection = selected([target, both, elsewhere], max_distance=1.0)
     assert bases(selection)["t"] == ("e",)
-
-
-def test_a_bound_that_nothing_can_meet_leaves_the_model_as_it_is():
-    selection = selected([variant("low", 1.0, 0.0), variant("high", 2.0, 0.5)])
-    assert not selection.assignments
-    assert set(selection.untouched.values()) == {"no base meets its epsilon bound"}
-    assert selected([]).assignments == {}
 
 
 def test_a_base_of_another_architecture_is_taken_where_its_own_offers_none():
@@ -200,34 +193,26 @@ def test_clusters_hold_nothing_further_apart_than_allowed():
     assert len(cluster(models, 0.6)) == 4
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "apart"),
-    [
-        (variant("a", 1.0), variant("b", 2.0), 0.0),
-        (variant("a", 1.0), variant("b", 2.0, data="E"), 1.0),
-        (variant("a", 1.0, tags=frozenset("xy")), variant("b", 2.0, data="E", tags=frozenset("yz")), 2 / 3),
-        (variant("a", 1.0), variant("b", 2.0, architecture="vit"), 1.0),
-        (variant("a", 1.0), variant("b", 2.0, data="E", architecture="vit"), 2.0),
-    ],
-)
-def test_distance_by_metadata(one, other, apart):
-    assert metadata_distance(one, other) == metadata_distance(other, one) == apart
+def test_distance_by_metadata():
+    for of_one, of_other, apart in (
+        ({}, {}, 0.0),
+        ({}, {"data": "E"}, 1.0),
+        ({"tags": frozenset("xy")}, {"data": "E", "tags": frozenset("yz")}, 2 / 3),
+        ({}, {"architecture": "vit"}, 1.0),
+        ({}, {"data": "E", "architecture": "vit"}, 2.0),
+    ):
+        one, other = variant("a", 1.0, **of_one), variant("b", 2.0, **of_other)
+        assert metadata_distance(one, other) == metadata_distance(other, one) == apart
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"strategy": "all"}, "strategy = 'all'"),
-        ({"fairness": "none"}, "fairness = 'none'"),
-        ({"variants": [variant("a", 1.0), variant("a", 2.0)]}, "same name"),
-    ],
-)
-def test_what_cannot_be_selected_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        selected(**{"variants": []} | arguments)
-
-
-def test_a_variant_out_of_range_is_refused():
+def test_what_cannot_be_selected_and_a_variant_out_of_range_are_refused():
+    for variants, options, message in (
+        ([], {"strategy": "all"}, "strategy = 'all'"),
+        ([], {"fairness": "none"}, "fairness = 'none'"),
+        ([variant("a", 1.0), variant("a", 2.0)], {}, "same name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            selected(variants, **options)
     for change in ({"epsilon": -1.0}, {"epsilon": math.nan}, {"bound": -0.1}, {"utility": 1.1}, {"delta": 2.0}):
         with pytest.raises(ValueError, match="must"):
             variant("x", **{"epsilon": 1.0} | change)

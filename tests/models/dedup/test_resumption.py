@@ -34,6 +34,7 @@ VALIDATION = PureEpsilon(epsilon=400.0)
 
 
 DESCRIBED = [described(f"round-{n}", n, utility=None if n == ROUNDS[-1] else 0.95) for n in ROUNDS]
+GENEROUS = [replace(each, epsilon_bound=10 * VALIDATION.epsilon, utility=0.95) for each in DESCRIBED]
 
 
 class Signs:
@@ -96,14 +97,19 @@ def under_way(name: str) -> Callable[[Progress], bool]:
     return when
 
 
-def test_killed_after_each_variant_and_amid_a_search_the_store_ends_as_in_one_go(tmp_path):
+@pytest.mark.parametrize("private", [False, True])
+def test_killed_after_each_variant_and_amid_a_search_the_store_ends_as_in_one_go(tmp_path, private):
+    described = GENEROUS if private else DESCRIBED
+    whole, parts = (tmp_path / f"{name}.jsonl" if private else None for name in ("whole", "parts"))
     seen: list[Progress] = []
-    expected = in_one_go(tmp_path / "whole", observer=seen.append)
+    expected = in_one_go(tmp_path / "whole", described, charged=whole, observer=seen.append)
     assert sum(outcome.num_replaced > 0 for outcome in expected) >= 2, "nothing is shared, the test would be blind"
-    for when in (*map(after, range(1, len(ROUNDS))), under_way(expected[-1].name)):
-        killed(tmp_path / "parts", when)
-    assert in_one_go(tmp_path / "parts") == expected
+    for when in (*map(after, range(1, len(ROUNDS))), *([] if private else [under_way(expected[-1].name)])):
+        killed(tmp_path / "parts", when, described=described, charged=parts)
+    assert in_one_go(tmp_path / "parts", described, charged=parts) == expected
     assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
+    if private:  # what was charged stays charged and is not charged again
+        assert parts.read_text() == whole.read_text() != ""
     # The observer sees every validation and every variant.
     assert [(p.name, p.num_stored) for p in seen if p.stored] == [(o.name, n) for n, o in enumerate(expected, 1)]
     assert seen[-1].num_validations == sum(outcome.num_validations for outcome in expected)
@@ -133,19 +139,6 @@ def test_a_model_whose_likelihoods_are_known_is_not_asked_again(tmp_path):
             found.append(deduplicate(DESCRIBED, TENSORS.__getitem__, evaluators, store, SETTINGS))
         assert evaluator.asked == expected
     assert found[0] == found[1]
-
-
-GENEROUS = [replace(each, epsilon_bound=10 * VALIDATION.epsilon, utility=0.95) for each in DESCRIBED]
-
-
-def test_what_private_records_were_charged_stays_charged_and_is_not_charged_again(tmp_path):
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    expected = in_one_go(tmp_path / "whole", GENEROUS, charged=whole)
-    for num_stored in range(1, len(ROUNDS)):
-        killed(tmp_path / "parts", after(num_stored), described=GENEROUS, charged=parts)
-    assert in_one_go(tmp_path / "parts", GENEROUS, charged=parts) == expected
-    assert parts.read_text() == whole.read_text() != ""
-    assert content_of(tmp_path / "parts") == content_of(tmp_path / "whole")
 
 
 def test_a_validation_that_was_under_way_is_paid_twice_and_the_variants_epsilon_says_so(tmp_path):

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -111,37 +112,38 @@ def test_a_unix_socket_is_taken_over_from_a_server_that_was_killed_and_from_no_o
     assert not path.exists()
 
 
+@contextmanager
+def behind_nginx(folder, *options, seconds=0.0):
+    """The token of a clinic, a client of an nginx in front of a server with these options, and its port."""
+    secret, port = add_new(folder / "tokens.toml", "clinic", ["global", "client-*"]), free_port()
+    options = ["--tokens", folder / "tokens.toml", *options_of_nginx(folder, port), *options]
+    with (
+        served(folder, *options, seconds=seconds),
+        nginx(folder, port) as trust,
+        httpx.Client(base_url=f"https://localhost:{port}", verify=trust) as client,
+    ):
+        yield secret, client, port
+
+
 @needs_nginx
 def test_openai_s_client_through_the_nginx_that_it_configures(tmp_path):
-    file, port = tmp_path / "tokens.toml", free_port()
-    secret = add_new(file, "clinic", ["global"])
-    with (
-        served(tmp_path, "--tokens", file, *options_of_nginx(tmp_path, port), seconds=0.1),
-        nginx(tmp_path, port) as trust,
-    ):
-        http = httpx.Client(verify=trust)
-        client = openai.OpenAI(base_url=f"https://localhost:{port}/v1", api_key=secret, max_retries=0, http_client=http)
-        assert [model.id for model in client.models.list()] == ["global"]
+    with behind_nginx(tmp_path, seconds=0.1) as (secret, http, port):
+        url = f"https://localhost:{port}/v1"
+        client = openai.OpenAI(base_url=url, api_key=secret, max_retries=0, http_client=http)
+        assert [model.id for model in client.models.list()] == ["global", "client-0", "client-1"]
         started, times = time.monotonic(), []
         for _ in client.completions.create(**ASKED, stream=True):
             times.append(time.monotonic() - started)
         assert times[-1] - times[0] > 0.2, "a stream comes in pieces, as they are made"
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="wrong").models.list()
-        long = http.post(f"https://localhost:{port}/v1/completions", content=b"x" * 2**21)
+        long = http.post("/v1/completions", content=b"x" * 2**21)
         assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
 
 
 @needs_nginx
 def test_an_address_has_few_connections_at_nginx_and_few_requests_a_second(tmp_path):
-    port = free_port()
-    add_new(tmp_path / "tokens.toml", "clinic", ["global"])
-    options = [*options_of_nginx(tmp_path, port), "--connections-per-address", 5]
-    with (
-        served(tmp_path, "--tokens", tmp_path / "tokens.toml", *options),
-        nginx(tmp_path, port) as trust,
-        httpx.Client(base_url=f"https://localhost:{port}", verify=trust) as client,
-    ):
+    with behind_nginx(tmp_path, "--connections-per-address", 5) as (_, client, _):
         answers = [client.get("/health") for _ in range(20)]
     statuses = [answer.status_code for answer in answers]
     assert statuses[:6] == [200] * 6

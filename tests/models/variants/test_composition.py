@@ -44,23 +44,18 @@ VARIANTS |= {
 def inputs(node):
     """The graph as training makes it, edge by edge: what was directly used to compute a node."""
     kind, round_ = node[0], node[1]
+    before = [("global", round_ - 1)] if round_ > 1 else []
     if kind == "upload":  # from the model that was broadcast
-        return [("global", round_ - 1)] if round_ > 1 else []
+        return before
     if kind == "global":
-        before = [("global", round_ - 1)] if round_ > 1 else []
         return before + [("upload", round_, client) for client in CLIENTS]
     return [("upload", round_, kind)]  # a client's own variant
 
 
 def reached(nodes):
     """All uploads that the nodes descend from, by walking edges."""
-    found, waiting = set(), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += inputs(node)
-    return {(node[2], node[1]) for node in found if node[0] == "upload"}
+    found = set().union(*(reached(inputs(node)) for node in nodes))
+    return found | {(node[2], node[1]) for node in nodes if node[0] == "upload"}
 
 
 def by_library(noises, accountant):
@@ -167,8 +162,9 @@ def test_without_noise_epsilon_is_infinite():
 def test_what_validation_and_saliency_release_is_added_by_every_method(event):
     variants, extra = [VARIANTS["global", 2]], {"a": [event], "v": [event]}
     plain = publication_cost(variants, DELTAS).by_data_set
-    more = publication_cost(variants, DELTAS | {"v": DELTA}, extra=extra).by_data_set
-    by_id = {each.data_sets: each for each in more}
+    by_id = {
+        each.data_sets: each for each in publication_cost(variants, DELTAS | {"v": DELTA}, extra=extra).by_data_set
+    }
     for method in ("basic", "accountant", "provenance"):
         assert by_id["a",].epsilons[method] > plain[0].epsilons[method] + 0.1
         assert by_id["b",].epsilons[method] == plain[1].epsilons[method]
