@@ -171,8 +171,9 @@ def test_every_variant_is_within_its_bounds_by_an_independent_look_at_the_store(
 
 
 def test_searches_elsewhere_give_the_same_outcomes_and_blocks(tmp_path, trained, described, monkeypatch):
-    evaluators, found = dict.fromkeys(trained, DigitsEvaluator()), []
-    monkeypatch.setattr(_blocks, "_here", [trained.__getitem__, evaluators])  # as in a process of its own
+    evaluators, elsewhere = (dict.fromkeys(trained, DigitsEvaluator()) for _ in range(2))
+    monkeypatch.setattr(_blocks, "_here", [trained.__getitem__, elsewhere])  # as in a process of its own
+    found = []
     for place in (None, ThreadPoolExecutor(1)):
         with Store(tmp_path / str(len(found))) as store:
             outcomes = deduplicate(described, trained.__getitem__, evaluators, store, SETTINGS, apart=place)
