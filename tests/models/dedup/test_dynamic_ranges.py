@@ -86,25 +86,6 @@ def test_published_asks_what_the_published_control_flow_asks(make, name):
     assert differs > 18, "otherwise the option would not matter, and neither would this test"
 
 
-# By hand, |B| = 8, L = 2. drd, salient 1: 0..3 fail, 0..1 fail, 0 passes. Block 1 alone is too short. One of the left
-# two is not more than half: 2..3 are left. One of the left four is not either: 4..7 are left.
-# dred, salient 5: 0..3 pass, then 4..5 fail, 4 passes, 5..7 are halved: 5 fails, which alone is too short: the end.
-@pytest.mark.parametrize(
-    ("name", "salient", "expected"),
-    [("drd", 1, [[0, 1, 2, 3], [0, 1], [0]]), ("dred", 5, [[0, 1, 2, 3], [4, 5], [4], [5]])],
-)
-def test_published_by_hand(name, salient, expected):
-    asked, passed = [], set()
-
-    def accept(positions):
-        asked.append(sorted(positions - passed))
-        passed.update(positions if salient not in positions else ())
-        return salient not in positions
-
-    ALGORITHMS[name](8, accept, min_batch=2, stopping="published")
-    assert asked == expected
-
-
 # What a comparison with the published code reported for 600 random oracles at L = 10: published 6 (`drd`) and 8
 # (`dred`) validations with 53 % of the blocks left, the listing 19 and 59 with 43 % and 37 %. Its oracles are unknown;
 # assumed are 10 to 500 blocks in no order, half with damages of one sign and a heavy tail, half of either sign.

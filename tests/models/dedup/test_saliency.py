@@ -66,12 +66,6 @@ def test_magnitude_gradient_and_fisher_are_the_formulas_over_single_records():
     assert_close(saliency.fisher(Tiny(), batches(), loss), {name: (g**2).mean(dim=0) for name, g in rows.items()})
 
 
-@pytest.mark.parametrize("measure", ["gradient", "fisher", "wanda"])
-def test_batches_do_not_matter(measure):
-    one, other = (MEASURES[measure](Tiny(), batches(batch_size=size), loss) for size in (1, 10))
-    assert_close(one, {name: torch.from_numpy(values) for name, values in other.items()})
-
-
 def test_wanda_is_weight_times_the_input_s_root_mean_square_on_used_linear_layers():
     model = Tiny().eval()
     squares = {"hidden": torch.zeros(6), "head": torch.zeros(5)}

@@ -29,15 +29,6 @@ def trace(name, num_blocks, salient, **options):
     return asked, ALGORITHMS[name](num_blocks, accept, **options)
 
 
-# Algorithm 4 by hand for |B| = 8, L = 1 (ranges of one block are left, which is min_batch = 2), salient block 5.
-# Recursion(0, 7): m = 3, 0..3 pass. Recursion(4, 7): m = 5, 4..5 fail. Recursion(4, 5): m = 4, 4 passes.
-# Recursion(5, 5): r - l = 0 < 1, left. Recursion(6, 7): m = 6, 6 passes. Recursion(7, 7): left.
-def test_drd_asks_what_algorithm_4_asks():
-    asked, result = trace("drd", 8, [5], min_batch=2)
-    assert asked == [[0, 1, 2, 3], [4, 5], [4], [6]]
-    assert (result.replaced, result.num_validations) == ({0, 1, 2, 3, 4, 6}, 4)
-
-
 def algorithm_4(num_blocks, accept, least):
     """The listing, line by line, and the sets that it validates; `least` is its L."""
     asked, replaced = [], set()

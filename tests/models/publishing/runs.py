@@ -4,10 +4,14 @@ import json
 import shutil
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fedpriv.config import parse, to_toml
+from fedpriv.models.variants import folders
+from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Charge, Key
@@ -22,6 +26,17 @@ CHAT |= {"max_length": 128, "max_new_tokens": 8}
 # Keys on which no variant depends, and the variants that were saved for all others, which are copied.
 OF_THE_RUN = ("ledger", "public_data", "budget_epsilon", "target_epsilon")
 SAVED, SAVED_AT = dict[str, Path](), tempfile.TemporaryDirectory()
+
+
+def store_of(run: Path, path: Path, names: Iterable[str]) -> Path:
+    """A store of a run's variants."""
+    with Store(path) as store:
+        for name in names:
+            folder = run / "variants" / name
+            tensors = folders.read_tensors(folder)
+            layout = layout_of(tensors, 64)
+            store.add(name, layout, *layout.to_blocks(tensors), described=folders.read(folder))
+    return path
 
 
 def finished(

@@ -25,7 +25,7 @@ from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.store import Store
 from tests import architectures
 from tests.cli.command_line import as_json, fedpriv
-from tests.models.publishing.runs import finished
+from tests.models.publishing.runs import finished, store_of
 from tests.served import LABELS, ask_classes, described
 
 SHORT, LONG = "the patient has a rash", "pain in the chest today " * 8 + "a rash on the skin " * 30
@@ -95,13 +95,7 @@ def base(run):
 @pytest.fixture(scope="module")
 def moved(run, tmp_path_factory):
     """A store of the run's variants, which lies in no run's folder."""
-    path = tmp_path_factory.mktemp("moved") / "store"
-    with Store(path) as store:
-        for folder in sorted((run / "variants").iterdir()):
-            tensors = folders.read_tensors(folder)
-            layout = layout_of(tensors, 64)
-            store.add(folder.name, layout, *layout.to_blocks(tensors), described=folders.read(folder))
-    return path
+    return store_of(run, tmp_path_factory.mktemp("moved") / "store", ("client-0", "client-1", "global"))
 
 
 @torch.no_grad()

@@ -12,8 +12,6 @@ import torch
 pytest.importorskip("gguf", reason="the extra llm is not installed")
 
 import gguf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from peft import LNTuningConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, normalizers, pre_tokenizers, processors
@@ -158,20 +156,6 @@ def test_without_the_order_of_rows_both_files_are_wrong(run, tmp_path, monkeypat
     out = exported(run, tmp_path / "out", precision="float32")
     assert gap(logits(base, TOKENS, out / "adapter.gguf"), expected) > 1e-2
     assert gap(logits(out / "model.gguf", TOKENS), expected) > 1e-2
-
-
-@settings(deadline=None, max_examples=30)
-@given(heads=st.integers(1, 5), half=st.integers(1, 6), columns=st.integers(0, 3))
-def test_rows_take_turns_between_the_halves_of_each_head(heads, half, columns):
-    shape = (heads * 2 * half, *([columns] if columns else []))
-    rows = torch.arange(np.prod(shape)).reshape(shape)
-    turned = _gguf._taking_turns(rows, heads)
-    assert turned.shape == rows.shape
-    for head in range(heads):
-        for place in range(half):
-            for side in (0, 1):
-                row = rows[head * 2 * half + side * half + place]
-                assert torch.equal(turned[head * 2 * half + 2 * place + side], row)
 
 
 def attached(kind: Any = LoraConfig, **settings: Any) -> Any:

