@@ -161,13 +161,11 @@ def test_one_cluster_of_all_architectures_has_the_paper_s_single_base():
     assert after == {each.name: each.epsilon for each in models[1:]}
 
 
-def test_a_cost_by_provenance_lets_a_later_round_use_an_earlier_one():
+def test_a_cost_by_provenance_lets_a_later_round_use_an_earlier_one_and_a_free_base_still_costs_a_target():
     models = [variant(f"round-{r}", r / 10, 0.0) for r in (5, 10, 15)]
     assert bases(selected(models, cost=union_cost)) == {"round-10": ("round-5",), "round-15": ("round-5",)}
     assert not selected(models, cost=basic_cost).assignments
 
-
-def test_a_base_that_costs_no_epsilon_still_costs_a_target():
     def found(**options):
         models = [variant(f"round-{r}", r / 10, 0.5) for r in range(1, 9)]
         return bases(selected(models, strategy="multi", cost=union_cost, **options))

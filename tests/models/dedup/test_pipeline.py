@@ -278,11 +278,6 @@ def test_under_cross_a_bases_own_validation_is_its_targets_too(described, dedup)
         assert outcomes[name].epsilon_after == pytest.approx(epsilon(events, 1e-5).epsilon, rel=1e-6)
 
 
-def test_bounds_that_nothing_can_meet_leave_everything_as_it_was(described, dedup):
-    (outcome,) = dedup([replace(described[0], epsilon_bound=0.0)])
-    assert (outcome.bases, outcome.untouched) == ((), "no base meets its epsilon bound")
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -330,7 +325,9 @@ def test_what_a_base_holds_already_is_shared_without_a_validation(described, tra
     assert len(counted) == len(outcomes) + sum(outcome.num_validations for outcome in targets)
 
 
-def test_a_plan_looks_at_no_weights_and_of_several_bases_of_one_run_it_takes_the_first(described):
+def test_a_plan_looks_at_no_weights_and_of_several_bases_of_one_run_it_takes_the_first(described, dedup):
+    (outcome,) = dedup([replace(described[0], epsilon_bound=0.0)])
+    assert (outcome.bases, outcome.untouched) == ((), "no base meets its epsilon bound")
     selection = plan(described, SETTINGS)
     assert set(selection.assignments) | set(selection.untouched) == {variant.name for variant in described}
     selection = plan(described, replace(SETTINGS, strategy="multi"))

@@ -225,12 +225,16 @@ def test_what_was_replaced_is_what_answers_and_no_figure_of_the_run_is_said_of_i
     assert "only a store has it" in fedpriv("card", own, "--write", code=2)[1]
 
 
-def test_a_card_marks_what_was_accepted_without_a_proof(own):
+def test_a_card_marks_what_was_accepted_without_a_proof_and_what_private_records_chose_is_refused(own):
     told = {"outcome": {**ANSWER["outcome"], "acceptance": "empirical"}}
     store_variants(own, ("client-0", "global"), {"global": ["client-0"]}, told)
     assert "unproven" not in as_json("card", own)["card"], "its own folder holds its own values"
     shutil.rmtree(own / "variants" / "global")
     assert "**unproven (empirical)**" in as_json("card", own)["card"]
+    shutil.copytree(own / "variants" / "client-1", own / "variants" / "round-1")
+    store_variants(own, ("client-1", "round-1"), {"round-1": ["client-1"]}, {"outcome": {"utility_after": None}})
+    shutil.rmtree(own / "variants" / "round-1")
+    assert "private records chose its values" in refused(own, "a/b", "--variant", "round-1")
 
 
 def test_it_is_exported_whole(own, tmp_path):
@@ -273,12 +277,6 @@ def test_blocks_of_a_holders_variant_need_that_holders_permission(own):
         assert f"({client}) uploaded" in refused(own, "a/b")
         fedpriv("ledger", "permit", own / "ledger.sqlite", "--client", client, "--reason", "a letter")
     assert as_json("push", own, "a/b")["allowed"].count("a letter") == 2
-
-
-def test_what_private_records_chose_is_refused(own):
-    store_variants(own, ("client-1", "global"), {"global": ["client-1"]}, {"outcome": {"utility_after": None}})
-    shutil.rmtree(own / "variants" / "global")
-    assert "private records chose its values" in refused(own, "a/b")
 
 
 def test_a_store_that_does_not_say_how_its_variants_are_used_is_refused_in_one_line(own):

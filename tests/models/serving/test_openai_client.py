@@ -166,22 +166,18 @@ def test_a_refusal_names_the_parameter_its_value_and_the_limit_in_one_line(clien
     assert re.match(f"'?{refused.value.param}[ :']", says)
 
 
-def test_n_answers_count_as_n_prompts_of_a_token(client, engine, monkeypatch):
-    asked = {"max_tokens": 200, "stream": True}
-    monkeypatch.setattr(engine, "seconds", 0.1)  # so that none ends before the last is asked
-    too_many = pytest.raises(openai.RateLimitError, match="128 texts or prompts under way")
-    with complete(client, **asked, n=64), complete(client, **asked, n=64), too_many:
-        complete(client, **asked)
-
-
-def test_log_probabilities_count_as_inputs_of_a_token(clients, engine, monkeypatch):
+def test_n_answers_and_log_probabilities_count_as_inputs_of_a_token(clients, engine, monkeypatch):
     """Two answers that are told in full take most of what a token may have under way."""
-    client = clients[1]  # answers of the first one that nobody reads may still be under way
-    asked = {"max_tokens": 256, "logprobs": True, "top_logprobs": 20, "n": 3}
     monkeypatch.setattr(engine, "seconds", 0.1)  # so that none ends before the last is asked
-    too_many = pytest.raises(openai.RateLimitError, match="126 texts or prompts under way")
-    with chat(client, **asked, stream=True), chat(client, **asked, stream=True), too_many:
-        chat(client, **asked)
+    told = {"max_tokens": 256, "logprobs": True, "top_logprobs": 20, "n": 3}
+    # Each with a token of its own: answers of the first one that nobody reads may still be under way.
+    for client, ask, asked, number in (
+        (clients[0], complete, {"max_tokens": 200, "n": 64}, 128),
+        (clients[1], chat, told, 126),
+    ):
+        too_many = pytest.raises(openai.RateLimitError, match=f"{number} texts or prompts under way")
+        with ask(client, **asked, stream=True), ask(client, **asked, stream=True), too_many:
+            ask(client, **asked)
 
 
 def test_its_errors_are_the_client_s_own(client):
