@@ -35,12 +35,12 @@ BOUND = 0.01
 @pytest.fixture(scope="module")
 def evaluator(small_run, tiny_bert, tmp_path_factory) -> AdapterEvaluator:
     place = tmp_path_factory.mktemp("causal")
-    folder, table = causal_folder("llama", tiny_bert, place / "llama"), write_table(place / "table.csv", 4000)
+    folder, table = causal_folder("llama", tiny_bert, place / "llama"), write_table(place / "table.csv", 1600)
     model = LlamaForCausalLM.from_pretrained(folder)
     model.lm_head.weight.data *= 15  # at random every model says nearly the same
     model.save_pretrained(folder)
     values = {"model": str(folder), "task": "CAUSAL_LM", "layers": "all", "rank": 8}
-    values |= {"target_modules": "q_proj,v_proj,down_proj", "data": str(table)}
+    values |= {"target_modules": "q_proj,v_proj,down_proj", "data": str(table), "test_fraction": 0.5}
     return AdapterEvaluator(workbench(parse({**small_run, **values})))
 
 

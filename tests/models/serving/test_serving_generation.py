@@ -21,6 +21,7 @@ from fedpriv.models.serving._generation import KeyValues
 from fedpriv.models.serving._texts import Text
 from fedpriv.models.serving.requests import BASE, Failed, Finished, Generate, ServingError, TooLongError
 from tests.chats import chat_tokenizer
+from tests.marks import slow
 from tests.models.serving.conftest import NAMES
 from tests.models.serving.running import running
 from tests.served import Asked, eventually, save_run, serving
@@ -54,7 +55,7 @@ def prompts(num: int, *, longest: int = 30) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(5, 200, (length,), generator=generator).tolist()) for length in lengths]
 
 
-@pytest.mark.parametrize("limits", [{}, {"rows": 3, "turn_tokens": 4}, {"cached_tokens": 128, "turn_tokens": 2}])
+@pytest.mark.parametrize("limits", [{}, {"cached_tokens": 128, "turn_tokens": 2}, *slow({"rows": 3, "turn_tokens": 4})])
 def test_greedy_tokens_are_those_of_plain_peft_alone(chat_run, plain, tapped, limits):
     requests = [
         Generate(variant=name, prompt=prompt, max_new_tokens=1 + 7 * number % 40)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from fedpriv.errors import InputError
 from fedpriv.models.serving import requests, sources
@@ -123,17 +124,8 @@ def test_a_variant_of_a_resumed_run_is_not_read_from_the_store_of_before(run):
                    found.readers[name](2**30).items())  # fmt: skip
 
 
-def damage_store(run):
-    store_of(run, run / "store", NAMES)
-    store = Store(run / "store", read_only=True)
-    row = int(store.rows(store.manifest("client-2").blocks)[0])
-    flip(next((run / "store").glob("blocks.*.npy")), -1 - (len(store.blocks) - 1 - row) * 256)
-
-
-def set_values(run, value):
-    from safetensors.numpy import load_file, save_file
-
-    path = run / "variants" / "client-2" / "adapter_model.safetensors"
+def set_values(folder, value):
+    path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     next(iter(tensors.values()))[0, 0] = value
     save_file(tensors, path)
@@ -145,39 +137,50 @@ def set_values(run, value):
 TENSORS, DESCRIPTION, SETTINGS = "adapter_model.safetensors", "variant.json", "adapter_config.json"
 
 
-def files(run, name="client-2"):
-    return run / "variants" / name
-
-
-def with_other_alpha(run):
-    settings = (files(run, "global") / SETTINGS).read_text()
-    (files(run) / SETTINGS).write_text(settings.replace('"lora_alpha": 8', '"lora_alpha": 9'))
+def with_other_alpha(folder):
+    (folder / SETTINGS).write_text((folder / SETTINGS).read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
 
 
 DAMAGE = {
-    f"{TENSORS}: cannot be read": lambda run: (files(run) / TENSORS).write_bytes(b"\x08"),
-    f"{TENSORS}: is damaged or was changed": lambda run: flip(files(run) / TENSORS, -4, bits=1),
-    "holds 0 safetensors files": lambda run: (files(run) / TENSORS).unlink(),
-    "holds values that are no numbers": lambda run: set_values(run, np.nan),
-    f"its SHA-256 is not the tensors_sha256 of {DESCRIPTION}": lambda run: shutil.copy(
-        files(run, "global") / DESCRIPTION, files(run)
+    f"{TENSORS}: cannot be read": lambda folder: (folder / TENSORS).write_bytes(b"\x08"),
+    f"{TENSORS}: is damaged or was changed": lambda folder: flip(folder / TENSORS, -4, bits=1),
+    "holds 0 safetensors files": lambda folder: (folder / TENSORS).unlink(),
+    "holds values that are no numbers": lambda folder: set_values(folder, np.nan),
+    f"its SHA-256 is not the tensors_sha256 of {DESCRIPTION}": lambda folder: shutil.copy(
+        folder.parent / "global" / DESCRIPTION, folder
     ),
-    f"{DESCRIPTION}: not a variant's description": lambda run: (files(run) / DESCRIPTION).write_text("{"),
+    f"{DESCRIPTION}: not a variant's description": lambda folder: (folder / DESCRIPTION).write_text("{"),
     "its lora_alpha / r = 2.25 is not": with_other_alpha,
-    SETTINGS: lambda run: (files(run) / SETTINGS).write_text("[]"),
-    "damaged, the first is block": damage_store,
+    SETTINGS: lambda folder: (folder / SETTINGS).write_text("[]"),
 }
 
 
-@pytest.mark.parametrize("cause", DAMAGE)
-def test_a_variant_that_cannot_be_read_is_refused_by_name_and_the_log_says_why(run, caplog, cause):
-    DAMAGE[cause](run)
+def test_a_variant_that_cannot_be_read_is_refused_by_name_and_the_log_says_why(run, caplog):
+    damaged = {f"damaged-{number}": cause for number, cause in enumerate(DAMAGE)}
+    for name, cause in damaged.items():
+        DAMAGE[cause](shutil.copytree(run / "variants" / "client-2", run / "variants" / name))
+    one, *refused, other = answers(run, names=("global", *damaged, "client-10"))
+    assert len(one.probabilities) == len(other.probabilities) == 1
+    for (name, cause), answer in zip(damaged.items(), refused, strict=True):
+        assert_refused(answer, name, run)
+        assert any(cause in line and name in line for line in caplog.messages), cause
+
+
+def assert_refused(answer, name, run):
+    assert isinstance(answer, Failed)
+    assert isinstance(answer.error, requests.UnreadableVariantError)
+    assert name in str(answer.error)
+    assert str(run) not in str(answer.error)
+
+
+def test_a_variant_of_a_damaged_store_is_refused_by_name_and_the_others_answer(run, caplog):
+    store_of(run, run / "store", NAMES)
+    store = Store(run / "store", read_only=True)
+    row = int(store.rows(store.manifest("client-2").blocks)[0])
+    flip(next((run / "store").glob("blocks.*.npy")), -1 - (len(store.blocks) - 1 - row) * 256)
     one, refused, other = answers(run)
-    assert isinstance(refused, Failed)
-    assert isinstance(refused.error, requests.UnreadableVariantError)
-    assert "client-2" in str(refused.error)
-    assert str(run) not in str(refused.error)
-    assert cause in caplog.text
+    assert_refused(refused, "client-2", run)
+    assert "damaged, the first is block" in caplog.text
     assert len(one.probabilities) == len(other.probabilities) == 1
 
 

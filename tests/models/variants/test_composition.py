@@ -16,6 +16,7 @@ from fedpriv.privacy.accounting.events import EpsilonDelta, PureEpsilon, Subsamp
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Key
 from server.registry import client_ancestors, global_ancestors
+from tests.marks import slow
 
 DELTA = 1e-5
 CLIENTS, ROUNDS = ("a", "b"), (1, 2, 3)
@@ -101,7 +102,7 @@ def test_provenance_is_brute_force_over_every_publication():
         assert set(provenance(cost)) == {client for client, _ in expected}
 
 
-@pytest.mark.parametrize("published", [[("global", 1), ("global", 3)], [("a", 3), ("b", 2)], list(VARIANTS)], ids=str)
+@pytest.mark.parametrize("published", [[("a", 3), ("b", 2)], *slow([("global", 1), ("global", 3)], list(VARIANTS))])
 def test_provenance_by_pld_is_dp_accountings_own(published):
     cost = publication_cost([VARIANTS[node] for node in published], DELTAS)
     for client, epsilon in provenance(cost).items():
@@ -228,7 +229,7 @@ def consulted(draw):
 
 
 @given(consulted())
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 def test_each_composition_is_within_the_looser_one(histories):
     # pld rounds losses up to a grid of 1e-4 for every release and is within 0.1 % of exact.
     for cost in publication_cost(histories, DELTAS).by_data_set:
@@ -239,7 +240,7 @@ def test_each_composition_is_within_the_looser_one(histories):
 
 
 @given(consulted())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_provenance_is_idempotent_monotone_and_blind_to_order(histories):
     def of(some):
         return provenance(publication_cost(some, DELTAS, accountant="rdp"))
