@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, freeze, frozen_base, quiet_transformers
@@ -231,6 +231,8 @@ def _model(setting: MemorySetting, vocabulary: int | None) -> Any:
         config.vocab_size = vocabulary
     by_products = setting.device == "cpu" and setting.bits != 32
     try:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # transformers would import all classes to list them
+            raise ValueError(f"its model_type is {config.model_type!r}")
         with quiet_transformers(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if by_products else None)
     except Exception as error:  # a foreign configuration may cause any error in transformers
