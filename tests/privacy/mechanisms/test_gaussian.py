@@ -17,17 +17,12 @@ SUM = torch.zeros(6000)
 PARTS = {"first": slice(0, 2000), "middle": slice(2000, 5000), "last": slice(5000, 6000)}
 
 
-def noised_sum(total, *, sampling_probability, source, **arguments):
-    """The mechanism applied to one client."""
-    request = NoiseRequest(dimension=len(total), sampling_probabilities=(sampling_probability,), **arguments)
-    sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [source])
-    return sums[0], event
-
-
-def noised(z=1.5, clip_norm=4.0, total=SUM, seed=0):
-    return noised_sum(
-        total, noise_multiplier=z, clip_norm=clip_norm, sampling_probability=0.25, source=SeededSource(seed)
+def noised(z=1.5, clip_norm=4.0, total=SUM, source=None, **more):
+    request = NoiseRequest(
+        noise_multiplier=z, clip_norm=clip_norm, dimension=len(total), sampling_probabilities=(0.25,), **more
     )
+    sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [source or SeededSource(0)])
+    return sums[0], event
 
 
 def accepts(values, scale):
@@ -36,17 +31,14 @@ def accepts(values, scale):
     return p_value > FALSE_ALARM
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_has_noise_of_scale_z_times_c(part):
-    values = noised()[0][PARTS[part]]
-    assert [scale for scale in (4.0, 6.0, 9.0) if accepts(values, scale)] == [6.0]
-
-
-def test_no_noise_value_is_used_twice():
-    values, _ = noised()
-    # Some of 6000 float32 values coincide by chance, but no two parts begin with the same values.
-    assert not torch.equal(values[:100], values[2000:2100])
-    assert len(values.unique()) > 0.99 * len(values)
+@pytest.mark.parametrize("source", [SecureSource(), SeededSource(0)], ids=["secure", "seeded"])
+def test_every_part_has_noise_of_scale_z_times_c_and_the_event_states_it(source):
+    values, event = noised(source=source)
+    for part in PARTS.values():
+        assert [scale for scale in (4.0, 6.0, 9.0) if accepts(values[part], scale)] == [6.0]
+    assert event == SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25)
+    # Some of 6000 float32 values coincide by chance.
+    assert len(values.unique()) > 0.99 * len(values), "no noise value is used twice"
 
 
 def test_noise_is_added_to_the_sum():
@@ -55,19 +47,10 @@ def test_noise_is_added_to_the_sum():
     assert (SUM == 0).all(), "the input is unchanged"
 
 
-def test_the_event_states_noise_multiplier_and_sampling_probability():
-    assert noised()[1] == SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.25)
-
-
 def test_without_noise_the_sum_is_returned_unchanged_and_the_event_states_no_noise():
     result, event = noised(z=0.0, total=torch.ones(5))
     assert result.tolist() == [1.0] * 5
     assert event.noise_multiplier == 0
-
-
-def test_noise_from_a_secure_source_has_the_same_scale():
-    values = noised_sum(SUM, noise_multiplier=1.5, clip_norm=4.0, sampling_probability=0.25, source=SecureSource())[0]
-    assert [scale for scale in (4.0, 6.0, 9.0) if accepts(values, scale)] == [6.0]
 
 
 # 1000 pairs at a false-alarm rate of 1e-6; the same test detects correlation from half of the variance being shared.
@@ -80,9 +63,8 @@ def test_noise_of_different_parts_is_uncorrelated(one, other):
 
 
 def test_a_larger_sensitivity_lowers_the_multiplier_in_the_event_but_not_the_noise():
-    arguments = {"noise_multiplier": 3.0, "clip_norm": 2.0, "sampling_probability": 0.1}
-    plain, _ = noised_sum(SUM, **arguments, source=SeededSource(0))
-    split, event = noised_sum(SUM, **arguments, sensitivity_factor=math.sqrt(2), source=SeededSource(0))
+    plain, _ = noised(z=3.0)
+    split, event = noised(z=3.0, sensitivity_factor=math.sqrt(2))
     assert torch.equal(plain, split)
     assert event.noise_multiplier == pytest.approx(3 / math.sqrt(2))
 
@@ -104,12 +86,6 @@ def test_each_client_gets_noise_from_its_own_source_and_an_event_of_its_own(monk
     request = NoiseRequest(noise_multiplier=1.5, clip_norm=4.0, dimension=4, sampling_probabilities=(0.1, 0.2, 0.3))
     sums, events = MECHANISM.add_noise(totals, request, [SeededSource(seed) for seed in range(3)])
     for client in range(3):
-        alone, _ = noised(total=totals[client], seed=client)
+        alone, _ = noised(total=totals[client], source=SeededSource(client))
         assert torch.equal(sums[client], alone)
     assert [event.sampling_probability for event in events] == [0.1, 0.2, 0.3]
-
-
-def test_a_client_without_a_source_is_refused():
-    request = NoiseRequest(noise_multiplier=1.0, clip_norm=1.0, dimension=3, sampling_probabilities=(0.1,))
-    with pytest.raises(ValueError, match="2 sums, 1 sampling probabilities and 1 sources"):
-        MECHANISM.add_noise(torch.zeros(2, 3), request, [SeededSource(0)])

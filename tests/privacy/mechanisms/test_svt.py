@@ -13,6 +13,7 @@ from fedpriv.privacy.accounting.events import PureEpsilon
 from fedpriv.privacy.mechanisms import svt
 from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.privacy.mechanisms.svt import CutoffReached, SparseVector, discrete_laplace, noise_scales
+from tests.marks import slow
 
 FALSE_ALARM = 1e-6
 
@@ -30,7 +31,7 @@ def at_least(value, scale):
 
 
 def fits(values, scale):
-    """Whether the mean size is that of the scale, by the central limit theorem (for 4000 values or more)."""
+    """Whether the mean size is that of the scale, by the central limit theorem (for 2000 values or more)."""
     support = np.arange(-400, 401)
     weights = probability(support, scale)
     mean = float((np.abs(support) * weights).sum())
@@ -39,13 +40,9 @@ def fits(values, scale):
     return 2 * stats.norm.sf(abs(z_score)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [Fraction(1, 3), Fraction(5, 2), *(pytest.param(Fraction(n, 5), marks=pytest.mark.slow) for n in (5, 43))],
-    ids=str,
-)
+@pytest.mark.parametrize("scale", [Fraction(1, 3), Fraction(5, 2), *slow(Fraction(1), Fraction(43, 5))], ids=str)
 def test_noise_has_the_probabilities_of_the_closed_form(scale):
-    source, num = SeededSource("closed form"), 20_000
+    source, num = SeededSource("closed form"), 10_000
     drawn = Counter(discrete_laplace(scale, source) for _ in range(num))
     inner = [value for value in range(-60, 61) if num * probability(value, scale) >= 10]
     expected = [num * probability(value, scale) for value in inner]
@@ -59,7 +56,7 @@ def test_noise_has_the_probabilities_of_the_closed_form(scale):
 
 @pytest.mark.parametrize(("numerator", "denominator"), [(0, 1), (1, 3), (2, 2)])
 def test_a_coin_of_probability_e_to_the_minus_gamma_is_exact(numerator, denominator):
-    source, num = SeededSource("coin"), 20_000
+    source, num = SeededSource("coin"), 10_000
     heads = sum(svt._exponential_coin(numerator, denominator, source) for _ in range(num))
     assert stats.binomtest(heads, num, math.exp(-numerator / denominator)).pvalue > FALSE_ALARM
 
@@ -101,23 +98,22 @@ def test_epsilon_cutoff_and_sensitivity_out_of_range_are_refused(values):
         noise_scales(*values)
 
 
-@pytest.mark.parametrize("source", [SeededSource("scales"), SecureSource()], ids=["seeded", "secure"])
-def test_a_run_draws_threshold_and_query_noise_with_their_scales(monkeypatch, source):
-    drawn = []
+def test_a_run_draws_threshold_and_query_noise_with_their_scales(monkeypatch):
+    drawn, source = [], SecureSource()
 
     def recorded(scale, source):
         drawn.append(discrete_laplace(scale, source))
         return drawn[-1]
 
     monkeypatch.setattr(svt, "discrete_laplace", recorded)
-    runs = [SparseVector(epsilon=1.0, cutoff=3, sensitivity=2, source=source) for _ in range(4000)]
+    runs = [SparseVector(epsilon=1.0, cutoff=3, sensitivity=2, source=source) for _ in range(2000)]
     threshold = np.array(drawn)
     drawn.clear()
     for run in runs:
         run.reaches(0, 0)
     scales = noise_scales(1.0, 3, 2)
     for values, scale in ((threshold, scales.threshold), (np.array(drawn), scales.query)):
-        assert len(values) == 4000, "threshold noise is drawn once per run, query noise once per answer"
+        assert len(values) == 2000, "threshold noise is drawn once per run, query noise once per answer"
         factors = (Fraction(2, 3), Fraction(1), Fraction(3, 2))
         assert [factor for factor in factors if fits(values, scale * factor)] == [1]
 
@@ -167,7 +163,7 @@ def possible(num, cutoff):
                 yield given
 
 
-@pytest.mark.parametrize("cutoff", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("cutoff", [*slow(1), 2])
 @pytest.mark.parametrize("queries", [(-3, 4, 0), (-8, -8, -8), (6, -6, 2)])
 def test_exact_probabilities_on_neighbouring_data_are_within_a_factor_e_to_the_epsilon(queries, cutoff):
     epsilon, worst = 1.0, 0.0
@@ -179,16 +175,26 @@ def test_exact_probabilities_on_neighbouring_data_are_within_a_factor_e_to_the_e
     assert 0.3 * epsilon < worst <= epsilon
 
 
-def test_a_run_answers_with_the_exact_probabilities():
-    queries, num = (-3, 4, 0, -1), 10_000
-    source = SeededSource("frequencies")
-    seen = Counter(answers(queries, epsilon=1.0, cutoff=2, source=source) for _ in range(num))
+def with_one_kind_of_noise(monkeypatch, kept):
+    monkeypatch.setattr(svt, "discrete_laplace", lambda scale, s: discrete_laplace(scale, s) if scale == kept else 0)
+
+
+def test_a_run_answers_with_the_exact_probabilities_and_one_that_omits_a_kind_of_noise_does_not(monkeypatch):
+    queries, scales = (-3, 4, 0, -1), noise_scales(1.0, 2, 2)
     expected = exact(queries, 1.0, 2)
-    assert set(seen) <= set(expected)
-    pairs = [(seen[given], num * chance) for given, chance in expected.items()]
-    statistic = sum((o - e) ** 2 / e for o, e in pairs)
-    assert min(e for _, e in pairs) > 10
-    assert stats.chi2.sf(statistic, len(pairs) - 1) > FALSE_ALARM
+
+    def pvalue(num):
+        source = SeededSource("frequencies")
+        seen = Counter(answers(queries, epsilon=1.0, cutoff=2, source=source) for _ in range(num))
+        assert set(seen) <= set(expected)
+        pairs = [(seen[given], num * chance) for given, chance in expected.items()]
+        assert min(e for _, e in pairs) > 10
+        return stats.chi2.sf(sum((o - e) ** 2 / e for o, e in pairs), len(pairs) - 1)
+
+    assert pvalue(5000) > FALSE_ALARM
+    for kept in (scales.threshold, scales.query):
+        with_one_kind_of_noise(monkeypatch, kept)
+        assert pvalue(2000) < FALSE_ALARM
 
 
 def shown_epsilon(one, other, *, num, epsilon, cutoff):
@@ -211,23 +217,13 @@ SWAPPED = {"one": (-1, 0), "other": (0, -1), "cutoff": 1, "num": 5000}
 MOVED = {"one": (-2,) * 10, "other": (0,) * 10, "cutoff": 1, "num": 40_000}
 
 
-# Data sets in which all queries move take many runs to tell apart; the exact probabilities above hold every day.
-@pytest.mark.parametrize(
-    "worlds", [pytest.param(SWAPPED, id="swapped"), pytest.param(MOVED, id="moved", marks=pytest.mark.slow)]
-)
-def test_runs_on_neighbouring_data_never_show_more_than_epsilon(worlds):
+# Each takes many runs to tell its data sets apart; the exact probabilities above hold every day.
+@pytest.mark.slow
+@pytest.mark.parametrize(("worlds", "noisy"), [(SWAPPED, 0), (MOVED, 1)], ids=["only threshold", "only queries"])
+def test_runs_on_neighbouring_data_show_no_more_than_epsilon_unless_one_kind_of_noise_is_omitted(
+    monkeypatch, worlds, noisy
+):
     assert shown_epsilon(**worlds, epsilon=1.0) <= 1.0
-
-
-@pytest.mark.parametrize(
-    ("worlds", "noisy"),
-    [
-        pytest.param(SWAPPED, 0, id="only threshold"),
-        pytest.param(MOVED, 1, id="only queries", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_omits_one_kind_of_noise_is_caught(monkeypatch, worlds, noisy):
     scales = noise_scales(1.0, 1, 2)
-    kept = (scales.threshold, scales.query)[noisy]
-    monkeypatch.setattr(svt, "discrete_laplace", lambda scale, s: discrete_laplace(scale, s) if scale == kept else 0)
+    with_one_kind_of_noise(monkeypatch, (scales.threshold, scales.query)[noisy])
     assert shown_epsilon(**worlds, epsilon=1.0) > 1.0
