@@ -27,15 +27,13 @@ from fedpriv.privacy.accounting.many_clients import costliest, epsilons
 from fedpriv.privacy.accounting.risk import risk_of, risks_of
 from fedpriv.privacy.accounting.views import Release, aggregate_scale
 from fedpriv.privacy.ledger.accounts import Accounts
-from fedpriv.privacy.ledger.entries import Charge, Key
-from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.mechanisms import discrete_gaussian
 from fedpriv.privacy.mechanisms.discrete_gaussian import MECHANISM, integers, sensitivity
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.marks import slow
-from tests.privacy.ledger.test_evidence import verified
+from tests.privacy.ledger.test_evidence import charged_ledger, verified_ledger
 
 pytestmark = pytest.mark.usefixtures("quiet_absl")
 # At 0.573 and z = 0.3, the thousandth term of order 1.3 is e^-29.99 of the sum.
@@ -271,15 +269,11 @@ def test_without_noise_the_cost_is_infinite_and_without_a_coin_nothing():
 def test_a_ledger_keeps_other_holders_and_the_verifier_computes_the_mixture(tmp_path):
     event = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.1, unit="person")
     others = ((1.0, 0.1), (1.5, 0.2))
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        data_set = ledger.register("0", 100, DELTA)
-        for round_ in range(4):
-            release = Release(event=event, rho_bar=0.6, aggregate_scale=2.0, num_readers=1, other_holders=others)
-            key = Key(run="run", client="0", round=round_, request="x")
-            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
-        assert ledger.releases_in_order(data_set.id) == [release] * 4
-    write_evidence(tmp_path / "bundle.zip", {"ledger": Exhibit(ledger=tmp_path / "ledger.sqlite")})
-    code, lines = verified(tmp_path / "bundle.zip")
+    release = Release(event=event, rho_bar=0.6, aggregate_scale=2.0, num_readers=1, other_holders=others)
+    path = charged_ledger(tmp_path / "ledger.sqlite", *[release] * 4)
+    with Ledger(path) as ledger:
+        assert ledger.releases_in_order(ledger.data_set().id) == [release] * 4
+    code, lines = verified_ledger(path)
     assert code == 0, lines
     expected = epsilon_of([summed(16.0, (1.0, 1.0, 1.5), (0.1, 0.1, 0.2), 4)], DELTA).epsilon
     stated = next(line for line in lines if "epsilon_aggregate" in line and "by pld" in line)

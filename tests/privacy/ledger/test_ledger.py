@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,46 @@ SETS = [DataSet(id=f"d{k}", client=str(k), num_records=9, delta=1e-5) for k in r
 def charge_for(data_set: str, round_: int = 1, *, run: str = "r", client: str = "0", rho_bar: float = 0.5) -> Charge:
     key = Key(run=run, client=client, round=round_, request="abc")
     return Charge(key=key, data_set=data_set, release=Release(event=EVENT, rho_bar=rho_bar), noise_source="secure")
+
+
+def in_another_process(act: Callable[[], object]) -> str:
+    """What an act returns, or the error that it raises, in a process that ends at once, as if it were killed."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        try:
+            told = str(act())
+        except BaseException as error:
+            told = repr(error)
+        os.write(writer, told.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        told = file.read()
+    os.waitpid(child, 0)
+    return told
+
+
+def as_nobody(act: Callable[[], object], folder: Path) -> str:
+    """The same without root's rights, with which any file can be written; the folder is made readable."""
+    for each in [folder, *folder.parents][:4]:
+        each.chmod(each.stat().st_mode | 0o055)
+
+    def drop_and_act() -> object:
+        os.setgid(65534)
+        os.setuid(65534)
+        return act()
+
+    return in_another_process(drop_and_act)
+
+
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give up root's rights")
+
+
+def checked(path: Path) -> tuple[int, str]:
+    """Number and digest of the last entry, by one who reads the ledger and its head."""
+    with reading(path) as db:
+        found = verify_with_head(db, path)
+    return found.number, found.digest
 
 
 @pytest.fixture
@@ -132,8 +173,7 @@ def test_one_key_is_charged_once_and_a_failed_batch_charges_nobody(path):
             ledger.charge([charge_for(data_set, 2), charge_for(data_set, 1)])
         assert ledger.phase(charge_for(data_set, 2).key) is None
         ledger.charge([charge_for(data_set, 2)])
-    with reading(path) as db:
-        assert verify_with_head(db, path).number == 3
+    assert checked(path)[0] == 3
 
 
 def key_with(**changed: object) -> Key:
@@ -224,19 +264,9 @@ def edited(path: Path, *statements: str) -> None:
 )
 def test_an_entry_edited_by_hand_is_named_and_nothing_is_charged_on_top(filled, statement, message):
     edited(filled, statement)
-    with pytest.raises(LedgerError, match=message):
-        Ledger(filled)
-    with reading(filled) as db, pytest.raises(LedgerError, match=message):
-        verify_with_head(db, filled)
-
-
-def test_an_old_copy_put_back_is_noticed(filled, tmp_path):
-    shutil.copy(filled, tmp_path / "old")
-    with Ledger(filled) as ledger:
-        ledger.charge([charge_for(ledger.data_set().id, 6)])
-    shutil.copy(tmp_path / "old", filled)
-    with pytest.raises(LedgerError, match="has seen entry 12"):
-        Ledger(filled)
+    for read in (Ledger, checked):
+        with pytest.raises(LedgerError, match=message):
+            read(filled)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.6, 0.95])
@@ -246,18 +276,20 @@ def test_a_truncated_file_is_refused(filled, share):
         Ledger(filled)
 
 
-def test_a_truncated_log_is_refused(path, tmp_path):
+def killed_writer(path: Path) -> None:
+    """A ledger of two entries that are in its log alone, since its process was killed."""
+    in_another_process(lambda: charge_and_die(path))
+
+
+def charge_and_die(path: Path) -> None:
+    ledger = Ledger(path)
+    ledger.charge([charge_for(ledger.register("0", 100, 1e-5).id)])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_truncated_log_is_refused(path):
     """Entries that are still in the write-ahead log are lost with it, and the head has seen them."""
-    code = f"""
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_ledger import Ledger, charge_for
-ledger = Ledger(Path({str(path)!r}))
-ledger.charge([charge_for(ledger.register("0", 100, 1e-5).id)])
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    killed_writer(path)
     log = path.with_name(path.name + "-wal")
     os.truncate(log, log.stat().st_size * 2 // 3)
     with pytest.raises(LedgerError, match="has seen entry 2"):
@@ -276,24 +308,22 @@ def test_a_ledger_of_another_version_is_refused(filled):
     db = sqlite3.connect(filled)
     db.execute("PRAGMA user_version = 7")
     db.close()
-    with pytest.raises(LedgerError, match="version 7"):
-        Ledger(filled)
-    with pytest.raises(LedgerError, match="version 7"), reading(filled):
-        pass
+    for read in (Ledger, checked):
+        with pytest.raises(LedgerError, match="version 7"):
+            read(filled)
 
 
-def test_a_second_process_is_told_that_there_is_one_writer(filled):
-    code = f"""
-from pathlib import Path
-from fedpriv.privacy.ledger import head_file
-from fedpriv.privacy.ledger.ledger import Ledger
-head_file._LOCK_SECONDS = 0.1
-Ledger(Path({str(filled)!r}))
-"""
+@pytest.mark.parametrize("of", ["another process", "another thread"])
+def test_a_second_writer_is_told_that_there_is_one(filled, monkeypatch, of):
+    monkeypatch.setattr(head_file, "_LOCK_SECONDS", 0.1)
+
+    def in_a_thread(act: Callable[[], object]) -> str:
+        with ThreadPoolExecutor() as pool:
+            return repr(pool.submit(act).exception())
+
+    run = in_another_process if of == "another process" else in_a_thread
     with Ledger(filled):
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "another process is writing it" in result.stderr.splitlines()[-1]
+        assert "another process is writing it" in run(lambda: Ledger(filled))
     with Ledger(filled):
         pass
 
@@ -302,6 +332,9 @@ def test_reading_goes_on_beside_the_writer(filled):
     with Ledger(filled) as ledger, reading(filled) as db:
         ledger.charge([charge_for(ledger.data_set().id, 6)])
         assert verify_with_head(db, filled).number == 12
+    with pytest.raises(LedgerError, match="no such ledger"), reading(filled.with_name("none.sqlite")):
+        pass
+    assert not filled.with_name("none.sqlite").exists(), "a missing ledger is no empty one"
 
 
 def test_a_writer_that_ends_is_waited_for(filled):
@@ -321,65 +354,30 @@ def test_a_writer_that_ends_is_waited_for(filled):
     thread.join()
 
 
-def test_threads_of_one_process_are_kept_apart_too(filled, monkeypatch):
-    monkeypatch.setattr(head_file, "_LOCK_SECONDS", 0.1)
-    failures = []
-
-    def write() -> None:
-        try:
-            Ledger(filled)
-        except LedgerError as error:
-            failures.append(str(error))
-
-    with Ledger(filled):
-        thread = threading.Thread(target=write)
-        thread.start()
-        thread.join()
-    assert "another process is writing it" in failures[0]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give up root's rights")
+@NEEDS_ROOT
 def test_a_read_only_file_is_refused_when_it_is_opened(filled):
     for file in (filled, filled.with_name(filled.name + ".head")):
         file.chmod(0o444)
-    code = f"""
-import os, sys
-sys.path[:0] = {sys.path!r}
-from pathlib import Path
-from fedpriv.privacy.ledger.ledger import Ledger
-os.setgid(65534); os.setuid(65534)
-Ledger(Path({str(filled)!r}))
-"""
-    for folder in [filled.parent, *filled.parent.parents][:4]:
-        folder.chmod(folder.stat().st_mode | 0o055)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "cannot be written (read-only?)" in result.stderr.splitlines()[-1]
+    assert "cannot be written (read-only?)" in as_nobody(lambda: Ledger(filled), filled.parent)
 
 
 def test_a_full_disk_charges_nobody_and_the_ledger_goes_on_when_there_is_room(filled):
     """The limit on a file's size stands for the disk's: the same write fails in the same place."""
-    code = f"""
-import resource, signal
-from pathlib import Path
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_ledger import Ledger, LedgerError, charge_for
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-with Ledger(Path({str(filled)!r})) as ledger:
-    data_set = ledger.data_set().id
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    done = 0
-    try:
-        for round_ in range(6, 100):
-            ledger.charge([charge_for(data_set, round_)])
-            done = round_
-    except LedgerError as error:
-        print(done, error)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    done, _, message = result.stdout.partition(" ")
+
+    def fill() -> str:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with Ledger(filled) as ledger:
+            data_set, done = ledger.data_set().id, 0
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+            try:
+                for round_ in range(6, 100):
+                    ledger.charge([charge_for(data_set, round_)])
+                    done = round_
+            except LedgerError as error:
+                return f"{done} {error}"
+        return "0 no disk is ever full"
+
+    done, _, message = in_another_process(fill).partition(" ")
     assert "the disk is full or fails" in message
     with Ledger(filled) as ledger:
         assert ledger.phase(charge_for("", int(done)).key) == "charged"
@@ -408,38 +406,15 @@ def test_content_hashes_of_two_ledgers_tell_nobody_that_the_records_are_equal(tm
     assert notes[0] != notes[1]
 
 
-def test_a_copy_verifies_and_holds_everything(filled, tmp_path):
-    with Ledger(filled) as ledger:
-        ledger.copy(tmp_path / "copy.sqlite")
-        with reading(tmp_path / "copy.sqlite") as db:
-            assert verify_with_head(db, tmp_path / "copy.sqlite").digest == ledger.head
-
-
-def killed_writer(path: Path) -> None:
-    """A ledger of two entries that are in its log alone, since its process was killed."""
-    code = f"""
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_ledger import Ledger, charge_for
-ledger = Ledger(Path({str(path)!r}))
-ledger.charge([charge_for(ledger.register("0", 100, 1e-5).id)])
-os._exit(0)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_copy_without_the_log_is_named_and_a_backup_beside_the_writer_is_whole(path, tmp_path):
     killed_writer(path)
     (tmp_path / "two").mkdir()
     for name in (path.name, f"{path.name}.head"):
         shutil.copy(path.with_name(name), tmp_path / "two")
-    told = "has seen entry 2.*ledger.sqlite-wal.*`fedpriv ledger backup`"
     copied = tmp_path / "two" / path.name
-    with pytest.raises(LedgerError, match=told), reading(copied) as db:
-        verify_with_head(db, copied)
-    with pytest.raises(LedgerError, match=told):
-        Ledger(copied)
+    for read in (checked, Ledger):
+        with pytest.raises(LedgerError, match=r"has seen entry 2.*ledger\.sqlite-wal.*`fedpriv ledger backup`"):
+            read(copied)
     with Ledger(path) as ledger:  # which is open, as in a run
         ledger.charge([charge_for(ledger.data_set().id, 2)])
         values = as_json("ledger", "backup", path, "--out", tmp_path / "backup.sqlite")
@@ -451,35 +426,16 @@ def test_a_copy_without_the_log_is_named_and_a_backup_beside_the_writer_is_whole
         ledger.release([(charge_for(ledger.data_set().id, 2), None)])
         for name in (path.name, f"{path.name}.head"):
             shutil.copy(path.with_name(name), tmp_path / "two")
-        with reading(copied) as db:
-            assert verify_with_head(db, copied).digest == ledger.head
+        assert checked(copied) == ledger.last
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give up root's rights")
+@NEEDS_ROOT
 def test_a_whole_ledger_on_a_read_only_medium_is_read_with_its_log(path):
     killed_writer(path)
     path.with_name(f"{path.name}-shm").unlink()
-    for folder in [path.parent, *path.parent.parents][:4]:
-        folder.chmod(folder.stat().st_mode | 0o055)
     for file in path.parent.iterdir():
         file.chmod(0o444)
-    code = f"""
-import os, sys
-sys.path[:0] = {sys.path!r}
-from pathlib import Path
-from fedpriv.privacy.ledger.reader import reading, verify_with_head
-os.setgid(65534); os.setuid(65534)
-with reading(Path({str(path)!r})) as db:
-    print(verify_with_head(db, Path({str(path)!r})).number)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout == "2\n", result.stderr
-
-
-def test_a_missing_ledger_is_no_empty_one(tmp_path):
-    with pytest.raises(LedgerError, match="no such ledger"), reading(tmp_path / "none.sqlite"):
-        pass
-    assert not (tmp_path / "none.sqlite").exists()
+    assert as_nobody(lambda: checked(path)[0], path.parent) == "2"
 
 
 def registered(folder, **names: object) -> None:
@@ -487,14 +443,11 @@ def registered(folder, **names: object) -> None:
     (folder / "registrations.json").write_text(json.dumps(content))
 
 
-def test_a_run_names_data_sets_and_nobody_else_s(tmp_path):
-    registered(tmp_path, d1="Northgate", d0="St. Anna", other="Mallory")
-    assert names_in(tmp_path, SETS) == {"d0": "St. Anna", "d1": "Northgate"}
-
-
-def test_a_node_names_itself_alone(tmp_path):
+def test_a_run_names_its_data_sets_and_a_node_itself_alone(tmp_path):
     (tmp_path / "vault.toml").write_text('partition_id = 1\nname = "Northgate"\n')
     assert names_in(tmp_path, SETS) == {"d1": "Northgate"}
+    registered(tmp_path, d1="Northgate", d0="St. Anna", other="Mallory")
+    assert names_in(tmp_path, SETS) == {"d0": "St. Anna", "d1": "Northgate"}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"0": 3}', '{"0": {"data_set": ["d0"]}}', "[" * 100_000])
@@ -508,11 +461,7 @@ def test_a_name_is_bounded_and_controls_no_terminal(tmp_path):
     registered(tmp_path, d0="x" * 10_000, d1=7)
     assert names_in(tmp_path, SETS) == {"d0": "x" * 100}
     assert holder_label("0", "St.\x1b[2J\nAnna") == "St.\ufffd[2J\ufffdAnna (0)"
-
-
-@pytest.mark.parametrize("name", [None, "", "client 3", "client-3"])
-def test_a_holder_without_a_name_of_its_own_is_called_by_its_number(name):
-    assert holder_label(3, name) == "client 3"
+    assert {holder_label(3, name) for name in (None, "", "client 3", "client-3")} == {"client 3"}
 
 
 def test_the_files_are_those_that_runs_and_nodes_write():

@@ -43,12 +43,13 @@ class Node:
     """A node's ledger, and all that keeps its receipts."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir()
         self.folder, self.path = folder, folder / "ledger.sqlite"
         self.receipts, self.events = folder / "receipts.jsonl", folder / "events.jsonl"
-        keys.make_key_pair(folder / "vault.key")
+        if not folder.exists():
+            folder.mkdir()
+            keys.make_key_pair(folder / "vault.key")
         with Ledger(self.path) as ledger:
-            self.data_set = ledger.register("0", 100, DELTA)
+            self.data_set = ledger.data_set() or ledger.register("0", 100, DELTA)
 
     @property
     def watch(self) -> ReceiptWatch:
@@ -97,21 +98,37 @@ class Node:
         given = [part for source in sources for part in ("--from", source)]
         return as_json("ledger", "recover", self.path, *given, *(["--reason", reason] if reason else []))
 
+    def refuses(self, source: Path, message: str, code: int = 2) -> None:
+        """To recover from this source, in one line, and nothing is charged."""
+        _, err = fedpriv("ledger", "recover", self.path, "--from", source, "--reason", "x", code=code)
+        assert message in err
+        assert err.count("\n") == 1
+        assert self.epsilon == epsilon(1)
+
 
 @pytest.fixture
 def node(tmp_path) -> Node:
     return Node(tmp_path / "node")
 
 
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory) -> tuple[Path, Receipt]:
+    """A folder with a node that was restored after its third charge to the first, and `kept`, what was lost."""
+    folder = tmp_path_factory.mktemp("restored")
+    made = Node(folder / "node")
+    made.charge(1)
+    backup, newest = made.backup(), made.charge(2, 3)
+    made.restore(backup, folder / "kept")
+    assert made.epsilon == epsilon(1) < epsilon(1, 2, 3)
+    return folder, newest
+
+
 @pytest.fixture
-def restored(node, tmp_path) -> Node:
-    """Restored after its third charge to the first; `kept` holds what was lost."""
-    node.charge(1)
-    backup = node.backup()
-    node.lost = node.charge(2, 3)
-    node.restore(backup, tmp_path / "kept")
-    assert node.epsilon == epsilon(1) < epsilon(1, 2, 3)
-    return node
+def restored(lost, tmp_path) -> Node:
+    shutil.copytree(lost[0], tmp_path, dirs_exist_ok=True)
+    made = Node(tmp_path / "node")
+    made.lost = lost[1]
+    return made
 
 
 @pytest.mark.parametrize("source", ["receipts.jsonl", "events.jsonl"])
@@ -119,13 +136,9 @@ def test_what_was_lost_is_charged_with_its_events(restored, tmp_path, source):
     with pytest.raises(RefusedError, match="its operator must recover it"):
         restored.charge(4, shown=restored.lost.text())
     found = restored.recover(tmp_path / "kept" / source)
-    assert [(each["round"], events.from_json(each["event"])) for each in found["missing"]] == [
-        (round_, event(round_)) for round_ in (2, 3)
-    ]
-    assert restored.epsilon == epsilon(1, 2, 3)
-    with Ledger(restored.path) as ledger:
-        chain = ledger.chain(restored.data_set.id)
-    assert chain.newest.digest == restored.lost.digest, "the chain goes on where it was lost"
+    missing = [(each["round"], events.from_json(each["event"])) for each in found["missing"]]
+    assert missing == [(2, event(2)), (3, event(3))]
+    assert restored.newest.digest == restored.lost.digest, "the chain goes on where it was lost"
     restored.charge(4, shown=restored.lost.text())
     assert restored.epsilon == epsilon(1, 2, 3, 4)
 
@@ -224,11 +237,8 @@ def test_what_a_coordinator_claims_is_charged_and_what_is_known_already_is_not(r
     claims = [(round_, event(round_)) for round_ in (1, 2, 3, 4)]
     ledger = coordinator(tmp_path / "coordinator.sqlite", restored.data_set.id, *claims)
     found = restored.recover(tmp_path / "kept" / "receipts.jsonl", ledger)
-    assert [(each["round"], each["known_by"]) for each in found["missing"]] == [
-        (2, "receipt"),
-        (3, "receipt"),
-        (4, "claim"),
-    ]
+    known = [(each["round"], each["known_by"]) for each in found["missing"]]
+    assert known == [(2, "receipt"), (3, "receipt"), (4, "claim")]
     assert restored.epsilon == epsilon(1, 2, 3, 4)
     assert restored.recover(ledger)["missing"] == []
 
@@ -265,25 +275,17 @@ def test_a_source_that_is_none_is_named_in_one_line(restored, tmp_path, content,
     source = tmp_path / "source"
     if content is not None:
         source.write_bytes(content)
-    code = 1 if message == "damaged" else 2
-    _, err = fedpriv("ledger", "recover", restored.path, "--from", source, "--reason", "x", code=code)
-    assert message in err
-    assert err.count("\n") == 1
-    assert restored.epsilon == epsilon(1)
+    restored.refuses(source, message, code=1 if message == "damaged" else 2)
 
 
 def test_a_claim_of_another_unit_is_refused_before_anything_is_charged(restored, tmp_path):
     other = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit="client")
-    ledger = coordinator(tmp_path / "coordinator.sqlite", restored.data_set.id, (2, other))
-    _, err = fedpriv("ledger", "recover", restored.path, "--from", ledger, "--reason", "x", code=2)
-    assert "do not compose" in err
-    assert restored.epsilon == epsilon(1)
+    restored.refuses(coordinator(tmp_path / "coordinator.sqlite", restored.data_set.id, (2, other)), "do not compose")
 
 
 def test_without_the_nodes_public_key_nothing_can_be_proven(restored, tmp_path):
     (restored.folder / "vault.key.pub").unlink()
-    _, err = fedpriv("ledger", "recover", restored.path, "--from", tmp_path / "kept" / "receipts.jsonl", code=2)
-    assert "vault.key.pub" in err
+    restored.refuses(tmp_path / "kept" / "receipts.jsonl", "vault.key.pub")
 
 
 def test_a_recovered_ledger_says_so_and_older_readers_refuse_it(restored, tmp_path):
@@ -312,11 +314,10 @@ def test_a_recovered_ledger_says_so_and_older_readers_refuse_it(restored, tmp_pa
     assert "was changed after it was written" in fedpriv("ledger", "verify", restored.path, code=1)[1]
 
 
-def test_a_ledger_of_an_earlier_version_opens_and_begins_its_chain_with_what_it_has(node, tmp_path):
+def test_a_ledger_of_an_earlier_version_opens_and_begins_its_chain_with_what_it_has(node):
     """It has charges without receipts; the next one's receipt vouches for all of them."""
     node.charge(1, 2)
     node.receipts.unlink()
-    shutil.copytree(node.folder, tmp_path / "copy")
     assert node.charge(3).counter == 3
 
 
