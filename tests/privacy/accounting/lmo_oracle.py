@@ -1,7 +1,4 @@
-"""LMO noise by independent means: densities part by part, divergences by quadrature, vectors by brute force.
-
-`theorem_4_2` and `equation_1` are formulas of the LMO-DP paper that do not hold.
-"""
+"""LMO noise by independent means: densities part by part, divergences by quadrature, vectors by brute force."""
 
 import numpy as np
 from scipy.signal import fftconvolve
@@ -110,22 +107,3 @@ def best_split(curve, dimension):
         last = best[-1]
         best.append(np.array([np.max(last[: n + 1][::-1] + curve[: n + 1]) for n in range(len(curve))]))
     return [values[-1] for values in best]
-
-
-def theorem_4_2(candidates, order, sensitivity=1.0):
-    """[orders] The paper's Renyi divergence for a query of sensitivity C (Yang et al., Eq. 4): too small for C > 1.
-
-    Its proof integrates the density of Laplace(1, b), shifted by 1, over the intervals of a shift by C.
-    """
-    a, c = np.atleast_1d(order), sensitivity
-    moments = (
-        a / (2 * a - 1) * np.exp(candidates.log_mgf(a - 1))
-        + np.exp(candidates.log_mgf(1 - c - a)) / 2
-        + np.exp(candidates.log_mgf((1 - 2 * c) * a + (c - 1))) / (2 * (1 - 2 * a))
-    )
-    return np.log(moments) / (a - 1)
-
-
-def equation_1(curve, orders, delta):
-    """[orders] The paper's epsilon (Yang et al., Eq. 1), the logarithm of one: of all, the smallest counts."""
-    return np.log((np.log(1 / delta) + curve) / np.asarray(orders))

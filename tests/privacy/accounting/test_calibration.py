@@ -28,7 +28,7 @@ def cost(z, q, steps, accountant):
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(
     ("epsilon", "q", "steps"),
-    [(2.0, 0.16, 30), pytest.param(8.0, 0.01, 1000, marks=pytest.mark.slow), (0.3, 0.05, 20), (3.0, 1.0, 5)],
+    [(2.0, 0.16, 30), pytest.param(8.0, 0.01, 1000, marks=pytest.mark.slow), (3.0, 1.0, 5)],
 )
 def test_target_is_met_and_slightly_less_noise_misses_it(accountant, epsilon, q, steps):
     z = noise_multiplier_for(epsilon, DELTA, sampling_probability=q, steps=steps, accountant=accountant)
@@ -36,7 +36,7 @@ def test_target_is_met_and_slightly_less_noise_misses_it(accountant, epsilon, q,
 
 
 def test_a_larger_target_needs_less_noise_also_beyond_100():
-    targets = (70.0, 80.0, 90.0, 100.0, 110.0)
+    targets = (80.0, 100.0, 110.0)
     noise = [noise_multiplier_for(target, DELTA, sampling_probability=0.5, steps=300) for target in targets]
     assert [cost(z, 0.5, 300, "pld") for z in noise] == pytest.approx(targets, rel=1e-3)
     assert noise == sorted(set(noise), reverse=True)
@@ -68,33 +68,26 @@ def test_half_the_scale_needs_twice_the_noise_multiplier():
     assert half == pytest.approx(2 * plain, rel=2e-4)
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("per_round", [1, 3])
+@pytest.mark.parametrize(("accountant", "per_round"), [("pld", 3), ("rdp", 1)])
 def test_one_more_round_would_exceed_the_budget(accountant, per_round):
-    rounds = rounds_within(
-        3.0,
-        DELTA,
-        each_round=SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1, count=per_round),
-        accountant=accountant,
-    )
+    each_round = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1, count=per_round)
+    rounds = rounds_within(3.0, DELTA, each_round=each_round, accountant=accountant)
     assert rounds >= 1
     assert cost(1.2, 0.1, rounds * per_round, accountant) <= 3.0 < cost(1.2, 0.1, (rounds + 1) * per_round, accountant)
 
 
 def test_a_budget_below_the_cost_of_one_round_allows_none():
     each_round = SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.5)
-    assert rounds_within(0.01, DELTA, each_round=each_round) == 0
-    assert rounds_within(0.01, DELTA, each_round=each_round, at_most=0) == 0
-    assert rounds_within(0.01, DELTA, each_round=each_round, at_most=1) == 0
+    found = {rounds_within(0.01, DELTA, each_round=each_round, **most) for most in ({}, {"at_most": 0}, {"at_most": 1})}
+    assert found == {0}
 
 
 def test_earlier_releases_leave_fewer_rounds_and_the_count_stops_at_the_given_maximum():
     each_round = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1)
     alone = rounds_within(2.0, DELTA, each_round=each_round)
     before = [replace(each_round, count=alone - 3)]
-    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before) == 3
-    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before, at_most=2) == 2
-    assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before, at_most=9) == 3
+    for most, expected in (({}, 3), ({"at_most": 2}, 2), ({"at_most": 9}, 3)):
+        assert rounds_within(2.0, DELTA, each_round=each_round, spent_before=before, **most) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,10 +107,7 @@ def test_one_noise_multiplier_keeps_every_client_within_the_target():
         return lambda z: [SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)]
 
     z = calibrate_all([(schedule(q), delta) for q, delta in clients], 2.0, accountant="rdp")
-    costs = [
-        epsilon_of([SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)], delta, "rdp").epsilon
-        for q, delta in clients
-    ]
+    costs = [epsilon_of(schedule(q)(z), delta, "rdp").epsilon for q, delta in clients]
     assert max(costs) <= 2.0 < max(costs) * 1.01
     assert costs.index(max(costs)) == 2, "here the smaller delta needs more noise than the larger sampling probability"
     with pytest.raises(ValueError, match="at least one"):
@@ -129,7 +119,7 @@ def test_noise_without_a_privacy_loss_distribution_is_calibrated_by_rdp():
 
     def schedule(z):
         scaled = noise.scaled(1 / z)
-        return [SubsampledLmo(parameters=scaled, sensitivity=1.0, dimension=500, sampling_probability=0.1, count=20)]
+        return [SubsampledLmo(parameters=scaled, sensitivity=1.0, dimension=1, sampling_probability=0.1, count=20)]
 
     z = calibrate(schedule, 2.0, DELTA)
     assert epsilon_of(schedule(z), DELTA).epsilon <= 2.0 < epsilon_of(schedule(z * 0.998), DELTA).epsilon

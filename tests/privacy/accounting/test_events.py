@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from fedpriv.privacy.accounting.accountants import delta_of, epsilon_of, stays_within
 from fedpriv.privacy.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, from_json, group, to_json
 
+COUNTS, UNITS = st.integers(1, 10**6), st.sampled_from(["record", "person", "client"])
 EVENTS = st.builds(
-    SubsampledGaussian,
-    noise_multiplier=st.floats(0, 1e6),
-    sampling_probability=st.floats(0, 1),
-    count=st.integers(1, 10**6),
+    SubsampledGaussian, noise_multiplier=st.floats(0, 1e6), sampling_probability=st.floats(0, 1), count=COUNTS
+)
+STATED = st.builds(PureEpsilon, epsilon=st.floats(0, 50), count=COUNTS, unit=UNITS) | st.builds(
+    EpsilonDelta, epsilon=st.floats(0, 50), delta=st.floats(0, 1), count=COUNTS, unit=UNITS
 )
 GAUSSIAN = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=20)
 PURE = PureEpsilon(epsilon=0.3, count=4)
 BOTH = ("pld", "rdp")
 
 
-@given(EVENTS)
+@given(EVENTS | STATED)
 def test_json_round_trip_is_exact(event):
     assert from_json(to_json(event)) == event
 
@@ -34,6 +35,7 @@ def test_grouping_keeps_the_total_count_and_leaves_no_equal_events(events):
     assert sum(event.count for event in grouped) == 2 * sum(event.count for event in events)
     keys = [(event.noise_multiplier, event.sampling_probability) for event in grouped]
     assert len(keys) == len(set(keys))
+    assert set(group(events[::-1] * 2)) == set(grouped), "in any order"
 
 
 def changed(**changes):
@@ -53,9 +55,17 @@ def changed(**changes):
         (changed(count=0), "count = 0"),
         (changed(count=1.5), "count = 1.5"),
         (changed(noise_multiplier="2"), "noise_multiplier = '2'"),
+        (changed(noise_multiplier=None), "noise_multiplier"),
+        (changed(sampling_probability=None), "sampling_probability"),
         ("[]", "JSON object"),
         ("nonsense", "JSON object"),
+        # The server reads this from untrusted clients: whatever the text, it must raise ValueError, which it expects.
+        (changed(kind=[]), "event"),
+        (changed(kind={}), "event"),
+        (changed(noise_multiplier=10**400), "noise_multiplier"),
+        ("[" * 100_000, "event"),
     ],
+    ids=lambda value: value[:60],
 )
 def test_unknown_or_impossible_events_are_refused(text, part):
     with pytest.raises(ValueError, match=part):
@@ -77,29 +87,6 @@ def test_values_that_are_not_finite_are_refused_by_name(bad):
         SubsampledGaussian(noise_multiplier=bad, sampling_probability=0.1)
     with pytest.raises(ValueError, match="sampling_probability"):
         SubsampledGaussian(noise_multiplier=1.0, sampling_probability=bad)
-
-
-@pytest.mark.parametrize("field", ["noise_multiplier", "sampling_probability"])
-def test_a_missing_value_is_refused_by_name(field):
-    with pytest.raises(ValueError, match=field):
-        from_json(changed(**{field: None}))
-
-
-def test_order_of_events_does_not_change_the_groups():
-    events = [SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1, count=2) for z in (1.0, 2.0, 1.0)]
-    assert set(group(events)) == set(group(events[::-1]))
-    assert group([]) == ()
-
-
-# The server reads this from untrusted clients: whatever the text, it must raise ValueError, which the server expects.
-@pytest.mark.parametrize(
-    "text",
-    [changed(kind=[]), changed(kind={}), changed(noise_multiplier=10**400), "[" * 100_000],
-    ids=["list as kind", "object as kind", "number beyond float", "deep nesting"],
-)
-def test_hostile_text_is_refused_with_a_value_error(text):
-    with pytest.raises(ValueError, match=r"event|noise_multiplier"):
-        from_json(text)
 
 
 def best_delta(epsilons: list[float], epsilon: float) -> float:
@@ -175,15 +162,6 @@ class Renyi:
 def test_an_unknown_event_is_refused(accountant):
     with pytest.raises(ValueError, match="unknown"):
         epsilon_of([GAUSSIAN, Renyi()], 1e-5, accountant)
-
-
-@given(st.floats(0, 50), st.floats(0, 1), st.integers(1, 1000), st.sampled_from(["record", "person", "client"]))
-def test_json_round_trip_returns_the_same_event(epsilon, delta, count, unit):
-    for event in (
-        PureEpsilon(epsilon=epsilon, count=count, unit=unit),
-        EpsilonDelta(epsilon=epsilon, delta=delta, count=count, unit=unit),
-    ):
-        assert from_json(to_json(event)) == event
 
 
 def test_pld_decides_whether_a_composition_stays_within_a_budget():

@@ -14,13 +14,19 @@ from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from dp_accounting.rdp.rdp_privacy_accountant import _compute_rdp_poisson_subsampled_gaussian as by_dp_accounting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import integrate
 from scipy.special import logsumexp
 from scipy.stats import norm
 
 from fedpriv.privacy.accounting import risk
 from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian, SummedGaussian, from_json, group, to_json
+from fedpriv.privacy.accounting.events import (
+    PureEpsilon,
+    SubsampledGaussian,
+    SummedGaussian,
+    from_json,
+    group,
+    to_json,
+)
 from fedpriv.privacy.accounting.filters import RenyiFilter
 from fedpriv.privacy.accounting.gaussian import MAX_HOLDERS, _single_loss, sampled_curve, worst_other_holders
 from fedpriv.privacy.accounting.many_clients import costliest, epsilons
@@ -50,10 +56,12 @@ gaussians = st.builds(
 DIMENSION, GRIDS, NOISE = 256, (48.0, 16.0), 64.0
 
 
+# Every day at each seventh order, which are whole and broken ones, 1.3 among them.
+@pytest.mark.parametrize("orders", [ORDERS[2::7], *slow(ORDERS)], ids=len)
 @pytest.mark.parametrize("z", [1e-3, 0.3, 1.0, 1e6, *slow(0.05, 0.7, 2.0, 50.0)])
-def test_the_curve_is_that_of_dp_accounting_and_known_where_theirs_is(z):
+def test_the_curve_is_that_of_dp_accounting_and_known_where_theirs_is(z, orders):
     for q in PROBABILITIES:
-        ours, theirs = sampled_curve(q, z, ORDERS), by_dp_accounting(q, z, list(ORDERS))
+        ours, theirs = sampled_curve(q, z, orders), by_dp_accounting(q, z, list(orders))
         known = np.isfinite(theirs)
         assert (np.isfinite(ours) == known).all()
         # They stop a series at terms of e^-30; ours goes on, so where terms fall slowly it is a little higher.
@@ -83,14 +91,12 @@ def test_the_curve_is_the_integral_that_defines_it(q, z, order):
 
 def test_divergences_far_below_the_rounding_of_one_are_kept():
     # order q^2 (exp(1 / z^2) - 1) / 2, to first order in q^2
-    q, z = 1e-9, 1.0
-    np.testing.assert_allclose(
-        sampled_curve(q, z, [2, 8]), [q * q * math.expm1(1), 4 * q * q * math.expm1(1)], rtol=1e-6
-    )
+    first = 1e-9**2 * math.expm1(1)
+    np.testing.assert_allclose(sampled_curve(1e-9, 1.0, [2, 8]), [first, 4 * first], rtol=1e-6)
 
 
 @pytest.mark.parametrize("z", [0.05, 1.0, 500.0, *slow(0.7, 5.0)])
-@pytest.mark.parametrize("q", [1e-6, 0.25, 1.0, *slow(1e-4, 0.01, 0.999)])
+@pytest.mark.parametrize("q", [0.25, 1.0, *slow(1e-6, 1e-4, 0.01, 0.999)])
 def test_the_losses_are_those_of_dp_accounting(q, z):
     """Both neighbours, at every epsilon of the grid: losses above 709, whose exponential is infinite, too."""
     interval = 1e-3 if z > 0.1 else 0.05
@@ -121,29 +127,16 @@ def shares(moves: Sequence[float], coins: Sequence[float]) -> list[tuple[float, 
     return found
 
 
-def density(x: float, moved: float, noise: float) -> float:
-    return math.exp(-(((x - moved) / noise) ** 2) / 2) / (noise * math.sqrt(2 * math.pi))
-
-
-def exact_delta(noise: float, moves: Sequence[float], coins: Sequence[float], epsilon: float) -> float:
-    """The larger hockey-stick divergence of one sum with the person and one without, on a fine grid."""
-    x, step = np.linspace(-9 * noise, sum(moves) + 9 * noise, 400_001, retstep=True)
-    without = norm.pdf(x, 0, noise)
-    with_person = sum(chance * norm.pdf(x, moved, noise) for moved, chance in shares(moves, coins))
-    pairs = (with_person, without), (without, with_person)
-    return max(float(np.maximum(0.0, p - math.exp(epsilon) * q).sum() * step) for p, q in pairs)
+def divergence(one: np.ndarray, other: np.ndarray, epsilon: float) -> float:
+    """The larger hockey-stick divergence of two laws that are given by their values on a grid."""
+    return max(float(np.maximum(0.0, p - math.exp(epsilon) * q).sum()) for p, q in ((one, other), (other, one)))
 
 
 def test_one_holder_is_a_sample_with_gaussian_noise():
-    one, same = (
-        summed(2.0, [1.0], [0.1], 7),
-        SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=7),
-    )
+    one = summed(2.0, [1.0], [0.1], 7)
+    same = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=7, unit="person")
     assert (one.rdp(ORDERS) == same.rdp(ORDERS)).all()
-    assert (
-        epsilon_of([one], DELTA).epsilon
-        == epsilon_of([SubsampledGaussian(**same.to_fields() | {"unit": "person"})], DELTA).epsilon
-    )
+    assert epsilon_of([one], DELTA).epsilon == epsilon_of([same], DELTA).epsilon
     assert (one.effective_noise_multiplier, one.sampling_probability) == (2.0, 0.1)
 
 
@@ -152,24 +145,24 @@ def test_one_holder_is_a_sample_with_gaussian_noise():
     [(1.0, (1.0, 1.0), (0.01, 0.01)), (1.5, (1.0, 2.5), (0.3, 0.05)), (2.0, (1.0, 0.5, 1.0), (0.2, 0.9, 1.0))],
 )
 def test_delta_is_that_of_the_mixture_on_a_grid(noise, moves, coins):
+    x, step = np.linspace(-9 * noise, sum(moves) + 9 * noise, 100_001, retstep=True)
+    with_person = sum(chance * norm.pdf(x, moved, noise) for moved, chance in shares(moves, coins))
     for epsilon in (0.1, 0.5, 1.5):
-        exact = exact_delta(noise, moves, coins, epsilon)
+        exact = divergence(with_person, norm.pdf(x, 0, noise), epsilon) * step
         assert exact - 1e-8 <= delta_of([summed(noise, moves, coins)], epsilon) <= 1.001 * exact + 1e-8
 
 
 def test_delta_of_three_sums_is_that_of_simulated_ones():
-    """By 400,000 draws; accounting with two thirds or with one and a half times the noise fails."""
+    """By 100,000 draws; accounting with two thirds or with one and a half times the noise fails."""
     noise, moves, coins, epsilon = 1.5, (1.0, 2.0), (0.3, 0.1), 1.0
     rng = np.random.default_rng(43)
-    drawn = sum(s * (rng.random((400_000, 3)) < q) for s, q in zip(moves, coins, strict=True))
-    x = drawn + noise * rng.standard_normal((400_000, 3))
+    drawn = sum(s * (rng.random((100_000, 3)) < q) for s, q in zip(moves, coins, strict=True))
+    x = drawn + noise * rng.standard_normal((100_000, 3))
     ratio = sum(chance * norm.pdf(x, moved, noise) for moved, chance in shares(moves, coins)) / norm.pdf(x, 0, noise)
     excess = np.maximum(0, 1 - np.exp(epsilon) / ratio.prod(axis=1))
     error = 4 * excess.std() / math.sqrt(len(excess))
-    found = {factor: delta_of([summed(factor * noise, moves, coins, 3)], epsilon) for factor in (1.0, 2 / 3, 3 / 2)}
-    assert abs(found[1.0] - excess.mean()) < error
-    assert abs(found[2 / 3] - excess.mean()) > error
-    assert abs(found[3 / 2] - excess.mean()) > error
+    found = {factor: delta_of([summed(factor * noise, moves, coins, 3)], epsilon) for factor in (2 / 3, 1, 3 / 2)}
+    assert [factor for factor, delta in found.items() if abs(delta - excess.mean()) < error] == [1]
 
 
 def test_noise_over_all_moves_with_one_coin_says_too_much_or_too_little():
@@ -184,22 +177,14 @@ def test_noise_over_all_moves_with_one_coin_says_too_much_or_too_little():
 
 def test_renyi_divergence_is_a_bound():
     noise, moves, coins = 2.0, (1.0, 1.5), (0.2, 0.1)
-    sets = shares(moves, coins)
-
-    def moment(order: float, p, q) -> float:
-        return integrate.quad(lambda x: (p(x) / q(x)) ** order * q(x), -25, 40, limit=400)[0]
-
-    def with_person(x: float) -> float:
-        return sum(chance * density(x, moved, noise) for moved, chance in sets)
-
-    def without(x: float) -> float:
-        return density(x, 0, noise)
-
+    x, step = np.linspace(-25, 40, 100_001, retstep=True)
+    without = norm.pdf(x, 0, noise)
+    with_person = sum(chance * norm.pdf(x, moved, noise) for moved, chance in shares(moves, coins))
     orders = [1.5, 2.0, 4.0, 8.0]
     bounds = summed(noise, moves, coins).rdp(orders)
     for order, bound in zip(orders, bounds, strict=True):
-        for pair in ((with_person, without), (without, with_person)):
-            assert math.log(moment(order, *pair)) / (order - 1) <= bound + 1e-9
+        for p, q in ((with_person, without), (without, with_person)):
+            assert math.log(((p / q) ** order * q).sum() * step) / (order - 1) <= bound + 1e-9
     sums = [summed(noise, moves, coins, 20)]
     assert epsilon_of(sums, DELTA, "rdp").epsilon > epsilon_of(sums, DELTA).epsilon
     assert RenyiFilter(order=4).cost(sums[0]) == pytest.approx(20 * bounds[2])
@@ -208,7 +193,7 @@ def test_renyi_divergence_is_a_bound():
 def test_parts_in_other_directions_cost_no_more():
     """Two holders may move a sum at right angles: exact hockey-stick divergences in the plane, on a grid."""
     noise, coins, epsilon = 1.0, (0.3, 0.2), 0.5
-    grid = np.linspace(-8, 9, 700)
+    grid = np.linspace(-8, 9, 400)
     x, y = np.meshgrid(grid, grid)
     cell = (grid[1] - grid[0]) ** 2
 
@@ -217,13 +202,12 @@ def test_parts_in_other_directions_cost_no_more():
 
     places = {(0.0, 0.0): 0.56, (1.0, 0.0): 0.24, (0.0, 1.0): 0.14, (1.0, 1.0): 0.06}
     p, q = sum(chance * around(at) for at, chance in places.items()), around((0.0, 0.0))
-    exact = max(np.maximum(0, a - math.exp(epsilon) * b).sum() * cell for a, b in ((p, q), (q, p)))
-    assert 0.01 < exact < delta_of([summed(noise, (1.0, 1.0), coins)], epsilon)
+    assert 0.01 < divergence(p, q, epsilon) * cell < delta_of([summed(noise, (1.0, 1.0), coins)], epsilon)
 
 
 def test_the_worst_other_holders_are_the_worst_of_all_sets():
     rng = random.Random(5)
-    for _ in range(6):
+    for _ in range(3):
         weights = {client: rng.uniform(0.5, 2) for client in range(4)}
         coins = {client: rng.uniform(0.02, 0.3) for client in range(4)}
         scale = aggregate_scale(weights, 0)
@@ -281,8 +265,6 @@ def test_a_ledger_keeps_other_holders_and_the_verifier_computes_the_mixture(tmp_
 
 
 def test_noise_of_which_no_mixture_is_known_is_refused():
-    from fedpriv.privacy.accounting.events import PureEpsilon
-
     with pytest.raises(ValueError, match="PureEpsilon is not known"):
         Release(event=PureEpsilon(epsilon=1.0), rho_bar=1.0, aggregate_scale=2.0, other_holders=((1.0, 0.1),))
 
@@ -295,18 +277,15 @@ def accounts(holders: int, *noises: float, probabilities: Sequence[float] = ()) 
     return made
 
 
-@pytest.mark.parametrize(("view", "holders", "paying"), [("local", 1, "1"), ("local", 2, "13"), ("rho", 3, "123")])
+@pytest.mark.parametrize(("view", "holders", "paying"), [("local", 2, "13"), ("rho", 3, "123")])
 def test_a_person_pays_for_its_costliest_holders(view, holders, paying):
     made = accounts(holders, 4.0, 2.0, 3.0, 2.0)
     events = [made.history(int(client), view)[0] for client in paying]
     assert made.largest(view).epsilon == epsilon_of(events, DELTA).epsilon
     assert made.largest_bound(view).epsilon >= epsilon_of(events, DELTA, "rdp").epsilon
     assert made.largest_risk(view).mu == risk_of(events, DELTA).mu
-
-
-def test_whoever_released_nothing_paid_nothing():
-    made = Accounts({0: 1000, 1: 1000}, DELTA, holders=2)
-    assert (made.largest("local").epsilon, made.largest_bound("local").epsilon) == (0, 0)
+    nobody = Accounts({0: 1000, 1: 1000}, DELTA, holders=2)
+    assert (nobody.largest(view).epsilon, nobody.largest_bound(view).epsilon) == (0, 0)
 
 
 def test_where_noise_is_the_same_the_largest_probabilities_are_exact_however_many_holders_there_are():
@@ -325,7 +304,7 @@ def test_of_many_different_holders_the_bound_is_never_below():
     assert made.largest_risk("local").advantage > risk_of(worst, DELTA).advantage
 
 
-@pytest.mark.parametrize("few", [4, pytest.param(risk._FEW_HISTORIES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("few", [4, *slow(risk._FEW_HISTORIES)])
 def test_many_sums_with_coins_of_their_own_are_accounted_at_once(monkeypatch, few):
     monkeypatch.setattr(risk, "_FEW_HISTORIES", few)
     sums = {i: [summed(4.0, (1.0, 1.0), (0.01, 0.01 + i / 1000), 1 + i % 7)] for i in range(few + 2)}
@@ -388,10 +367,7 @@ def exact_delta_on_grids(moves: Sequence[int], coins: Sequence[float], epsilon: 
         weights = np.exp(-((at - DIMENSION * moved) ** 2) / (2 * variance))
         return weights / weights.sum()
 
-    without = law(0)
-    with_person = sum(chance * law(moved) for moved, chance in shares(moves, coins))
-    pairs = (with_person, without), (without, with_person)
-    return max(float(np.maximum(0.0, p - math.exp(epsilon) * q).sum()) for p, q in pairs)
+    return divergence(sum(chance * law(moved) for moved, chance in shares(moves, coins)), law(0), epsilon)
 
 
 def charged(client: int, coins: Sequence[float], moves: Mapping[int, float]) -> Release:
@@ -423,7 +399,7 @@ def test_no_sum_of_two_holders_integers_costs_more_than_is_charged(coins, monkey
 
 
 def test_dp_accounting_says_the_same_of_many_sums():
-    coins, count = (0.3, 0.2), 50_000
+    coins, count = (0.3, 0.2), 5000
     bounds = {client: sensitivity(asked(coins=coins), client) for client in (0, 1)}
     moved, chances = zip(*shares(list(bounds.values()), coins), strict=True)
     noise = math.hypot(*(grid * NOISE for grid in GRIDS))

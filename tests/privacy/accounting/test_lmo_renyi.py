@@ -29,15 +29,14 @@ from fedpriv.privacy.accounting.lmo_parameters import ExponentialPart, GammaPart
 from fedpriv.privacy.accounting.lmo_renyi import check_domain, largest_loss, poisson_sampled, published, sound
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.accounts import Accounts
+from tests.marks import slow
 from tests.privacy.accounting.lmo_oracle import (
     best_split,
     composed_losses,
-    equation_1,
     exact_divergence,
     gamma,
     log_density,
     random_parameters,
-    theorem_4_2,
     uniform,
 )
 
@@ -62,25 +61,12 @@ def test_curves_of_the_example_have_the_reference_values():
     assert published(EXAMPLE, THREE_ORDERS) == pytest.approx([0.0896, 0.2557, 0.3969], abs=5e-5)
     assert sound(EXAMPLE, THREE_ORDERS, dimension=74_883) == pytest.approx([0.1033, 0.4131, 1.6523], abs=5e-5)
     assert 1 / EXAMPLE.tilted_moments(0.0)[1] == pytest.approx(9.68, abs=5e-3)
+    # For C = 2, where Theorem 4.2 of Yang et al. says 0.319: by the Laplace divergence.
+    assert published(Columns.of(uniform(0.5, 0.5)), 4, 2.0) == pytest.approx(0.814, abs=5e-4)
+    assert published(EXAMPLE, 4, 0.0) == 0
 
 
-# Yang et al., Theorem 4.2 at u = 0.5, order 4, C = 2: its value, and the true one by the Laplace divergence.
-def test_theorem_4_2_is_too_small_and_is_not_zero_at_sensitivity_zero():
-    half = Columns.of(uniform(0.5, 0.5))
-    assert theorem_4_2(half, 4, 2.0) == pytest.approx(0.319, abs=5e-4)
-    assert published(half, 4, 2.0) == pytest.approx(0.814, abs=5e-4)
-    assert theorem_4_2(half, 4, 0.0) > 0.2
-    assert published(half, 4, 0.0) == 0
-    assert theorem_4_2(EXAMPLE, THREE_ORDERS) == pytest.approx(published(EXAMPLE, THREE_ORDERS))
-
-
-def test_equation_1_as_printed_calls_noise_near_zero_private():
-    almost_none = Columns.of(uniform(1.1, 1.1))
-    epsilons = equation_1(published(almost_none, [2, 128]), [2, 128], 1e-10)
-    assert epsilons[1] < 0 < 2 < epsilons[0]
-
-
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(40), *slow(*range(40, 100))])
 def test_scalar_curve_is_never_below_the_exact_divergence(seed):
     generator = np.random.default_rng(seed)
     order, shift = int(generator.choice([2, 3, 5, 8, 17, 32])), generator.uniform(0.2, 2)
@@ -106,7 +92,7 @@ def test_the_oracle_tells_smaller_and_larger_divergences_apart():
     assert exact_divergence(parameters, 8, 1.5) > published(EXAMPLE, 8)[0]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *slow(*range(6, 12))])
 def test_sound_is_within_five_percent_of_brute_force_and_never_below_it(seed):
     generator = np.random.default_rng(1000 + seed)
     order = int(generator.choice([2, 3, 4, 8, 16, 32]))
@@ -162,7 +148,7 @@ def test_sensitivity_acts_as_a_scale_of_u():
 
 
 # Jensen: exp is convex, so a constant u with the same mean has a smaller moment generating function, and costs less.
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *slow(*range(6, 20))])
 def test_no_lmo_noise_costs_less_than_laplace_noise_of_the_same_mean_inverse_scale(seed):
     of = Columns.of(random_parameters(np.random.default_rng(seed), 8))
     mean = float(of.tilted_moments(0.0)[0])
@@ -363,7 +349,8 @@ def by_hand(events, delta=DELTA):
     for each in events:
         if isinstance(each, SubsampledGaussian):
             accountant = rdp.RdpAccountant(orders.tolist())
-            accountant.compose(_library_event(each), each.count)
+            plain = dp_accounting.GaussianDpEvent(each.noise_multiplier)
+            accountant.compose(dp_accounting.PoissonSampledDpEvent(each.sampling_probability, plain), each.count)
             total += accountant.rdp
         else:
             curve = sound(Columns.of(each.parameters), range(2, 1025), dimension=each.dimension, points=512)
@@ -371,20 +358,13 @@ def by_hand(events, delta=DELTA):
     return rdp.compute_epsilon(orders, total, delta)[0]
 
 
-def _library_event(gaussian):
-    import dp_accounting
-
-    plain = dp_accounting.GaussianDpEvent(gaussian.noise_multiplier)
-    return dp_accounting.PoissonSampledDpEvent(gaussian.sampling_probability, plain)
-
-
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_lmo_and_gaussian_noise_compose_by_rdp_at_integer_orders(accountant):
+def test_lmo_and_gaussian_noise_compose_by_rdp_at_integer_orders():
     events = [event(count=20), SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=30)]
-    result = epsilon_of(events, DELTA, accountant)
-    assert result.epsilon == pytest.approx(by_hand(events), rel=1e-9)
-    assert (result.accountant, result.upper_bound_only) == ("rdp", accountant == "pld")
-    assert result.is_guarantee
+    by_rdp, by_pld = (epsilon_of(events, DELTA, accountant) for accountant in ("rdp", "pld"))
+    assert by_rdp.epsilon == by_pld.epsilon == pytest.approx(by_hand(events), rel=1e-9)
+    assert by_rdp.accountant == by_pld.accountant == "rdp"
+    assert (by_rdp.upper_bound_only, by_pld.upper_bound_only) == (False, True)
+    assert by_pld.is_guarantee
 
 
 def test_composition_ignores_order_and_counts_every_release_and_delta():
@@ -398,12 +378,12 @@ def test_composition_ignores_order_and_counts_every_release_and_delta():
 def test_more_noise_fewer_coordinates_less_sensitivity_and_less_sampling_never_cost_more():
     def cost(**changes):
         parameters = PARAMETERS.scaled(changes.pop("factor", 1.0))
-        return epsilon_of([event(parameters, count=5, **changes)], DELTA).epsilon
+        return epsilon_of([event(parameters, count=5, **{"dimension": 20} | changes)], DELTA).epsilon
 
     base = cost()
     assert cost(factor=0.5) < base < cost(factor=1.5)
-    assert cost(dimension=1) < base < cost(dimension=10**6)
-    assert base < cost(sensitivity=2.0) < cost(q=1.0, sensitivity=2.0)
+    assert cost(dimension=1) < base < cost(dimension=500)
+    assert base < cost(sensitivity=1.5) < cost(q=1.0, sensitivity=1.5)
     assert cost(q=0.0) == 0
     assert cost(sensitivity=1.5) == pytest.approx(cost(factor=1.5), rel=1e-6)
 
@@ -437,8 +417,8 @@ def test_noise_without_a_finite_order_costs_what_the_gaussian_noise_costs_that_d
 
 # A record may move all coordinates, or one; the loss of each is that of a Laplace mechanism of this shift, u being 1.
 # Optimistic losses of dp-accounting bound the true divergence from below.
-@pytest.mark.parametrize("length", [0.05, 1.0, 6.0])
-@pytest.mark.parametrize("direction", [(1,), (1, 1), (3, 1, 1, 1), (1,) * 16])
+@pytest.mark.parametrize("length", [1.0, *slow(0.05, 6.0)])
+@pytest.mark.parametrize("direction", [(1,), (3, 1, 1, 1), (1,) * 16, *slow((1, 1))])
 def test_gaussian_noise_of_the_effective_multiplier_dominates_every_direction(direction, length):
     shifts = length * np.array(direction) / np.linalg.norm(direction)
     losses = [
@@ -486,7 +466,7 @@ def test_gaussian_noise_of_the_effective_multiplier_dominates_noise_of_any_param
 
 
 # Of dp-accounting, for a single shift and a known scale: with sampling, and over several steps.
-@pytest.mark.parametrize(("q", "steps"), [(1.0, 1), (0.05, 1), (0.05, 30)])
+@pytest.mark.parametrize(("q", "steps"), [(1.0, 1), (0.05, 30)])
 def test_a_scalar_costs_no_less_than_the_exact_laplace_loss_and_little_more(q, steps):
     exact = privacy_loss_distribution.from_laplace_mechanism(1.0, sampling_prob=q, pessimistic_estimate=False)
     lower = exact.self_compose(steps).get_epsilon_for_delta(DELTA)
@@ -495,7 +475,9 @@ def test_a_scalar_costs_no_less_than_the_exact_laplace_loss_and_little_more(q, s
 
 
 # Without sampling, over many coordinates, the Gaussian limit bounds what any accounting may say from below.
-@pytest.mark.parametrize(("q", "steps", "epsilon"), [(0.008, 50, 0.3), (0.04, 50, 3.0)])
+@pytest.mark.parametrize(
+    ("q", "steps", "epsilon"), [(0.04, 50, 3.0), pytest.param(0.008, 50, 0.3, marks=pytest.mark.slow)]
+)
 def test_laplace_noise_on_a_gradient_needs_at_most_1_8_times_the_deviation_of_gaussian_noise(q, steps, epsilon):
     gaussian = noise_multiplier_for(epsilon, DELTA, sampling_probability=q, steps=steps)
     for ratio, is_enough in ((1.8, True), (math.sqrt(2), False)):
@@ -505,7 +487,7 @@ def test_laplace_noise_on_a_gradient_needs_at_most_1_8_times_the_deviation_of_ga
 
 
 # Yang et al., Theorem A.2: the largest ratio of the density to the shifted one, u being hidden.
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *slow(*range(6, 12))])
 def test_the_largest_loss_is_the_largest_ratio_of_densities(seed):
     generator = np.random.default_rng(seed)
     parameters, shift = random_parameters(generator, 4), generator.uniform(0.1, 3)
@@ -527,17 +509,13 @@ def test_the_largest_loss_is_not_lost_in_the_rounding_of_a_scale_far_from_1(u, s
     assert u * shift <= found <= u * shift * (1 + 1e-6) + 5e-15
 
 
-# By drawing: a 0.3-DP Laplace noise, and u uniform on [0.1, 0.5], of which the events that differ most are near 0.
+# A 0.3-DP Laplace noise; and u uniform on [0.1, 0.5], whose loss is log E[u] / E[u e^-u], of 0.3 and
+# (1.1 e^-0.1 - 1.5 e^-0.5) / 0.4.
 @pytest.mark.parametrize(("low", "high", "epsilon"), [(0.3, 0.3, 0.3), (0.1, 0.5, 0.339)])
-def test_a_scalar_is_charged_theorem_a_2_which_samples_confirm(low, high, epsilon):
+def test_a_scalar_is_charged_theorem_a_2(low, high, epsilon):
     of = event(uniform(low, high), q=1.0, dimension=1)
     assert epsilon_of([of], 1e-10).epsilon == pytest.approx(epsilon, abs=5e-4)
     assert epsilon_of([replace(of, accounting="published")], 1e-10, allow_unproven=True).epsilon > epsilon + 0.01
-    generator = np.random.default_rng(1)
-    noise = generator.laplace(size=4_000_000) / generator.uniform(low, high, 4_000_000)
-    counts = [int(((noise > point - 0.02) & (noise < point + 0.02)).sum()) for point in (0.0, -1.0)]
-    error = math.sqrt(1 / counts[0] + 1 / counts[1])
-    assert math.log(counts[0] / counts[1]) == pytest.approx(epsilon, abs=4 * error + 0.01)
 
 
 def test_accounts_compose_and_limit_lmo_releases():

@@ -12,6 +12,7 @@ from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of, total_los
 from fedpriv.privacy.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, SubsampledLmo
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters, UniformPart
 from fedpriv.privacy.accounting.many_clients import epsilons
+from tests.marks import slow
 
 # `epsilon_of` chooses a value discretization interval by epsilon. The rdp bounds already allow for rounding.
 PLD_ROUNDING = 1e-3
@@ -45,10 +46,10 @@ def check(events, deltas, accountant, rows, rounding=0.0):
 
 
 # There are more clients of each z than nodes, so that this tests the choice of orders between nodes.
-@pytest.mark.parametrize("num_checked", [40, pytest.param(300, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("z", [(1.0,), (0.6, 2.5), (0.3,), (8.0,)])
+@pytest.mark.parametrize("num_checked", [15, *slow(300)])
+@pytest.mark.parametrize("z", [(0.6, 2.5), (0.3,), *slow((1.0,), (8.0,))])
 def test_rdp_bounds_are_never_below_the_exact_epsilon_and_close_to_it(z, num_checked):
-    events, deltas = draw(3000, seed=1, z=z)
+    events, deltas = draw(1000, seed=1, z=z)
     bounds, exact = check(events, deltas, "rdp", range(num_checked))
     positive = exact > 1e-3
     excess = bounds[:num_checked][positive] / exact[positive] - 1
@@ -63,7 +64,7 @@ def test_the_rdp_upper_bound_is_nearly_exact_for_few_clients():
 
 
 # arXiv:1908.10530, Section 3.3: if dp-accounting abandons an order, or adds absolute values, so must the bounds.
-@pytest.mark.parametrize("z", [0.15, 0.7, 1.0, 3.0])
+@pytest.mark.parametrize("z", [0.15, 1.0, *slow(0.7, 3.0)])
 def test_rdp_bounds_are_never_below_the_exact_epsilon_if_the_best_order_is_below_two(z):
     events, deltas = draw(24, seed=3, z=(z,), q=(0.05, 0.999), counts=(30, 3000))
     check(events, deltas, "rdp", range(24))
@@ -104,7 +105,7 @@ def test_the_pld_bounds_are_nearly_exact_for_few_clients():
 
 
 def test_a_coarse_discretization_bounds_the_fine_one_from_above():
-    for q in (0.002, 0.05, 0.4):
+    for q in (0.002, 0.4):
         interval = many_clients._coarse_interval(event(q, 1.0))
         fine, coarse = (total_loss([event(q, 1.0, 30)], h).get_epsilon_for_delta(1e-5) for h in (1e-4, interval))
         assert interval > 1e-4
@@ -118,27 +119,18 @@ def test_of_pld_and_rdp_the_smaller_bound_counts_as_for_one_client_alone(client,
 
 
 def test_two_processes_give_the_same_bounds_as_one():
-    events, deltas = draw(6, seed=6, z=(2.5,), q=(1e-3, 0.05), counts=(1, 9))
+    events, deltas = draw(2, seed=6, z=(2.5,), q=(1e-3, 0.05), counts=(1, 9))
     one, two = (epsilons(events, deltas, "pld", workers=workers) for workers in (1, 2))
     assert (one == two).all()
+    with pytest.raises(ValueError, match="workers = 0"):
+        epsilons(events, deltas, "pld", workers=0)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_extreme_clients_cost_the_same_as_alone(accountant):
-    events = [
-        event(q=0.0),
-        event(q=0.0, z=0.0),
-        event(z=0.0),
-        event(q=1.0, z=0.0),
-        event(q=1.0, z=1e300),
-        event(z=1e-300),
-    ]
-    check(events, [1e-5] * len(events), accountant, range(len(events)))
-    assert epsilons(events[:4], [1e-5] * 4, accountant).tolist() == [0, 0, math.inf, math.inf]
-
-
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_no_clients_give_empty_bounds(accountant):
+    noises = [(0.0, 1.1), (0.0, 0.0), (0.02, 0.0), (1.0, 0.0), (1.0, 1e300), (0.02, 1e-300)]
+    bounds, _ = check([event(q, z) for q, z in noises], [1e-5] * 6, accountant, range(6))
+    assert bounds[:4].tolist() == [0, 0, math.inf, math.inf]
     assert epsilons([], [], accountant).shape == (0,)
 
 
@@ -174,19 +166,14 @@ def test_bad_arguments_are_refused_by_name(arguments, message):
         epsilons(*arguments)
 
 
-def test_zero_workers_are_refused():
-    with pytest.raises(ValueError, match="workers = 0"):
-        epsilons([event()], [1e-5], "pld", workers=0)
-
-
 def test_thousands_of_clients_with_lmo_noise_are_bounded_at_the_best_order_each(monkeypatch):
-    monkeypatch.setattr(many_clients, "_RDP_NODES", 20)
+    monkeypatch.setattr(many_clients, "_RDP_NODES", 10)
     noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
     generator = np.random.default_rng(5)
     events = [
         SubsampledLmo(parameters=noise, sensitivity=1.0, dimension=500, sampling_probability=q, count=20)
-        for q in [0.0, 1.0, *np.exp(generator.uniform(math.log(0.01), 0.0, 60)).tolist()]
+        for q in [0.0, 1.0, *np.exp(generator.uniform(math.log(0.01), 0.0, 28)).tolist()]
     ]
-    bounds, exact = check(events, [1e-5] * len(events), "pld", range(0, len(events), 20))
+    bounds, exact = check(events, [1e-5] * len(events), "rdp", range(0, len(events), 10))
     assert bounds[0] == 0
-    assert bounds[20::20] == pytest.approx(exact[1:], rel=1e-3)
+    assert bounds[10::10] == pytest.approx(exact[1:], rel=1e-3)

@@ -16,6 +16,7 @@ from fedpriv.privacy.accounting.calibration import calibrate_to_risk, noise_mult
 from fedpriv.privacy.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
 from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter
 from fedpriv.privacy.accounting.risk import Risk, RiskTarget, risk_of, risks_of
+from tests.marks import slow
 
 X = np.linspace(0.001, 0.999, 99)
 RATES = np.array(risk.FALSE_POSITIVE_RATES)
@@ -29,12 +30,13 @@ def test_gaussian_epsilon_meets_dp_accounting(mu, delta):
     )
 
 
-def test_each_function_is_its_own_inverse():
+def test_each_function_is_its_own_inverse_and_a_pair_is_two_lines():
     for f in (trade_off.gaussian(1.3), trade_off.renyi(np.array([4.0]), np.array([0.7]))):
         assert f(f(X)) == pytest.approx(X, abs=1e-9)
     pair = trade_off.profile(np.array([1.0]), np.array([0.01]))
     inside = X < 0.98
     assert pair(pair(X[inside])) == pytest.approx(X[inside])
+    assert 1 - pair(X) == pytest.approx(np.minimum(0.01 + math.e * X, 1 - (0.99 - X) / math.e).clip(max=1))
 
 
 @pytest.mark.parametrize("delta", [1e-13, 1e-14, 1e-16])
@@ -50,21 +52,16 @@ def test_a_delta_below_the_rounding_of_a_loss_distribution_has_the_finite_mu_of_
     x = np.arange(-10.0, 11.5, width)
     ratio = np.expm1((2 * x - 1) / (2 * z**2))
     outside = stats.norm.pdf(x, scale=z) * width
-    t = (np.arange(450) + 0.5) * 0.02
+    t = (np.arange(225) + 0.5) * 0.04
     exceed = {}
     for world, density in {"in": outside * (1 + q * ratio), "out": outside}.items():
         of_one = [np.dot(density, np.expm1(1j * at * np.log1p(q * ratio))) for at in t]
-        exceed[world] = 0.5 + np.sum(np.exp(steps * np.log1p(of_one)).imag / t) * 0.02 / np.pi
+        exceed[world] = 0.5 + np.sum(np.exp(steps * np.log1p(of_one)).imag / t) * 0.04 / np.pi
     true = exceed["in"] - exceed["out"]
     found, at_larger = (risk_of([sampled(z, q, steps)], delta) for delta in (1e-12, 1e-8))
     assert true == pytest.approx(0.313305, abs=1e-6)
     assert true <= found.advantage <= true * (1 + 1e-3)
     assert at_larger.mu <= found.mu < 1.1
-
-
-def test_a_pair_is_two_lines():
-    missed = trade_off.profile(np.array([1.0]), np.array([0.01]))(X)
-    assert 1 - missed == pytest.approx(np.minimum(0.01 + math.e * X, 1 - (0.99 - X) / math.e).clip(max=1))
 
 
 def test_profile_of_gaussian_dp_is_weaker_than_the_curve_and_close():
@@ -96,7 +93,7 @@ def test_the_figures_of_gaussian_dp_are_those_of_its_mu(mu):
     ],
 )
 def test_no_test_of_a_fine_grid_asks_for_more_than_mu(f, delta):
-    grids = np.array_split(special.ndtr(np.linspace(-20, 6, 50_001)), 50)
+    grids = np.array_split(special.ndtr(np.linspace(-20, 6, 20_001)), 20)
     needed = max(float((-special.ndtri(np.minimum(f(x) + delta, 1)) - special.ndtri(x)).max()) for x in grids)
     assert needed * (1 - 1e-5) <= trade_off.mu_of(f, delta) <= needed * (1 + 3e-4)
 
@@ -178,12 +175,12 @@ def simulated(events: list[SubsampledGaussian], rng: np.random.Generator, trials
     return np.stack([joined, left])
 
 
-def check(events: list[SubsampledGaussian], truth: np.ndarray, *, rounding: float = 0.0) -> float:
-    """The printed share over the true one, at the worst rate; never below."""
-    ratio = found_by(list(events)) / truth
-    assert ratio.min() >= 1 - rounding, (events, ratio)
-    assert ratio.max() <= 1.02, (events, ratio)
-    return float(ratio.max())
+def check(events: list[SubsampledGaussian], truth: np.ndarray, *, rounding: float = 0.0) -> np.ndarray:
+    """The printed share, which is never below the true one, and little above."""
+    told = found_by(list(events))
+    assert (told >= truth * (1 - rounding)).all(), (events, told, truth)
+    assert (told <= truth * 1.02).all(), (events, told, truth)
+    return told
 
 
 @pytest.mark.parametrize(("epsilon", "mu", "found"), [(2, 0.50, 0.034), (4, 0.93, 0.081), (8, 1.67, 0.255)])
@@ -214,39 +211,25 @@ def test_one_sampled_release_has_its_closed_form():
     assert (found_by([sampled(z, q)]) >= np.maximum(joined, left) - 1e-9).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_attacker_finds_no_more_than_is_told(seed):
-    rng = np.random.default_rng(seed)
-    events = random_schedule(rng, with_sampling=bool(seed % 2))
-    if seed % 2:
-        check(events, integrated(events, RATES), rounding=2e-4)
-    else:
-        mu = math.sqrt(sum(event.count / event.noise_multiplier**2 for event in events))
-        check(events, stats.norm.cdf(stats.norm.ppf(RATES) + mu), rounding=1e-9)
-
-
-@pytest.mark.slow
-def test_an_attacker_finds_no_more_than_is_told_in_200_schedules():
-    rng, worst = np.random.default_rng(7), {"unsampled": 0.0, "sampled": 0.0}
-    for _ in range(100):
+@pytest.mark.parametrize("num", [2, *slow(100)])
+def test_an_attacker_finds_no_more_than_is_told(num):
+    rng = np.random.default_rng(7)
+    for _ in range(num):
         events = random_schedule(rng, with_sampling=False)
         mu = math.sqrt(sum(event.count / event.noise_multiplier**2 for event in events))
-        truth = stats.norm.cdf(stats.norm.ppf(RATES) + mu)
-        worst["unsampled"] = max(worst["unsampled"], check(events, truth, rounding=1e-9))
+        check(events, stats.norm.cdf(stats.norm.ppf(RATES) + mu), rounding=1e-9)
         events = random_schedule(rng, with_sampling=True)
-        worst["sampled"] = max(worst["sampled"], check(events, integrated(events, RATES), rounding=2e-4))
-        trials = 100_000
-        told = found_by(list(events))
+        told = check(events, integrated(events, RATES), rounding=2e-4)
+        trials = 100_000 if num > 10 else 10_000
         error = np.sqrt(told / trials + (told / RATES) ** 2 * RATES / trials)
         assert (simulated(events, rng, trials) <= told + 5 * error).all(), events
-    print(worst)
 
 
 def test_both_questions_count():
     """With rare records, "removed?" is told from "added?" by its curve; the printed one is above both."""
-    found = simulated([sampled(0.7, 0.1, 3)], np.random.default_rng(3), 400_000)
+    found = simulated([sampled(0.7, 0.1, 3)], np.random.default_rng(3), 200_000)
     assert abs(found[0] - found[1]).max() > 0.01
-    assert (found_by([sampled(0.7, 0.1, 3)]) >= found - 0.003).all()
+    assert (found_by([sampled(0.7, 0.1, 3)]) >= found - 0.004).all()
 
 
 def test_advantage_is_delta_at_epsilon_zero():
@@ -288,31 +271,27 @@ def test_stated_costs_have_their_own_lines():
 @pytest.mark.parametrize(
     "events", [[sampled(0.0)], [sampled(1.0), sampled(0.0, 0.1)], [EpsilonDelta(epsilon=1, delta=1)]]
 )
-def test_without_a_guarantee_everybody_may_be_found(events):
-    told = risk_of(events, 1e-5)
+def test_without_a_guarantee_everybody_may_be_found_and_without_a_release_nobody(events):
+    told, nothing = risk_of(events, 1e-5), risk_of([], 1e-5)
+    assert (nothing.mu, nothing.advantage, *nothing.found) == pytest.approx((0.0, 0.0, *RATES), abs=1e-9)
     assert (told.mu, told.advantage, set(told.found)) == (math.inf, 1.0, {1.0})
     (words,) = texts.risk_in_words(told.values, 1e-5)
     assert words.startswith("Nothing bounds what an attacker finds")
 
 
-def test_nothing_released_reveals_nothing():
-    told = risk_of([], 1e-5)
-    assert (told.mu, told.advantage) == (0.0, pytest.approx(0.0, abs=1e-9))
-    assert told.found == pytest.approx(RATES)
-
-
-@pytest.mark.parametrize("event", [sampled(1.0), PureEpsilon(epsilon=1.0)])
-def test_units_do_not_mix(event):
-    with pytest.raises(ValueError, match="units"):
-        risk_of([event, SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0, unit="client")], 1e-5)
+def test_units_do_not_mix():
+    client = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0, unit="client")
+    for event in (sampled(1.0), PureEpsilon(epsilon=1.0)):
+        with pytest.raises(ValueError, match="units"):
+            risk_of([event, client], 1e-5)
 
 
 def test_a_schedule_with_large_losses_and_little_sampling_takes_a_coarser_grid_and_no_minutes(monkeypatch):
-    """One of 1e-5 would have six million losses; a tenth as many hardly tell more."""
+    """One of 1e-5 would have six million losses; a fiftieth as many hardly tell more."""
     events = [sampled(0.3, 1e-4, 100_000)]
-    monkeypatch.setattr(accountants, "_MOST_LOSSES", 3e5)
+    monkeypatch.setattr(accountants, "_MOST_LOSSES", 1e5)
     interval = accountants.affordable(events, 1e-5)
-    assert 1e-5 < interval < 1e-3
+    assert 1e-5 < interval < 2e-3
     found = found_by(events)
     fine = pld.PLDAccountant(value_discretization_interval=interval / 2).compose(
         dp_accounting.PoissonSampledDpEvent(1e-4, dp_accounting.GaussianDpEvent(0.3)), 100_000
@@ -352,6 +331,7 @@ def test_a_release_without_a_loss_distribution_has_the_renyi_bound():
 
 def test_a_filter_tells_what_it_lets_pass_and_not_what_was_spent():
     rule, budget = RenyiFilter.derived(4.0, 1e-5), {"epsilon": 4.0, "delta": 1e-5}
+    assert GaussianFilter().risk([], **budget).found[1] == pytest.approx(0.0805, abs=1e-3), "the reference"
     little = [sampled(5.0, 0.1, 3)]
     told = rule.risk(little, **budget)
     assert told.found == rule.risk([], **budget).found
@@ -369,10 +349,6 @@ def test_a_filter_does_not_tell_less_than_was_released_before_it():
     assert rule.risk([PureEpsilon(epsilon=1.0)], epsilon=1.0, delta=1e-5).found == (1.0, 1.0, 1.0)
 
 
-def test_a_gaussian_filter_meets_the_reference():
-    assert GaussianFilter().risk([], epsilon=4.0, delta=1e-5).found[1] == pytest.approx(0.0805, abs=1e-3)
-
-
 def test_a_plan_tells_of_all_its_slots():
     plan = CommittedPlan.of([sampled(1.0, 0.05, 40)], 1e-5)
     told = CommittedPlans(plans=(plan,)).risk([sampled(1.0, 0.05)], epsilon=None, delta=1e-5)
@@ -382,7 +358,7 @@ def test_a_plan_tells_of_all_its_slots():
 # --- many histories ---
 
 
-@pytest.fixture(params=[8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.fixture(params=[8, *slow(64)])
 def most_shared(request, monkeypatch) -> int:
     """How many histories are priced at most; every day an eighth of a run's numbers."""
     assert (risk._FEW_HISTORIES, risk._MOST_SHARED, risk._NUM_NODES) == (32, 64, 16)
@@ -446,14 +422,10 @@ def test_the_noise_for_a_target_meets_it_and_hardly_more():
 
 
 @pytest.mark.parametrize("text", ["0.1", "tpr=0.1", "tpr=0.1@fpr=0.2", "tpr=1@fpr=0.01", "mu=0", "mu=x", "mu=inf", ""])
-def test_a_target_that_says_nothing_is_refused(text):
+def test_a_target_reads_what_it_writes_and_one_that_says_nothing_is_refused(text):
     with pytest.raises(InputError, match="target_risk"):
         RiskTarget.parse(text)
-
-
-def test_a_target_reads_what_it_writes():
-    for text in ("tpr=0.1@fpr=0.01", "mu=0.9"):
-        assert str(RiskTarget.parse(text)) == text
+    assert [str(RiskTarget.parse(good)) for good in ("tpr=0.1@fpr=0.01", "mu=0.9")] == ["tpr=0.1@fpr=0.01", "mu=0.9"]
 
 
 @pytest.mark.parametrize(("unit", "words"), [("record", "records"), ("person", "participants"), ("client", "clients")])

@@ -211,15 +211,6 @@ def test_earlier_runs_count_unless_they_are_excluded():
     assert accounts.epsilon_of(0, "local", "rdp").epsilon > alone > 0
 
 
-def cases() -> list[object]:
-    """Every day each sum of the second scales, which all differ, and with some of the records."""
-    return [
-        pytest.param(threshold, colluding, scales, q, marks=[] if (number, q) == (1, 0.3) else pytest.mark.slow)
-        for (num_clients, threshold, colluding), q in itertools.product(SUMS, (1.0, 0.3))
-        for number, scales in enumerate(SCALES[num_clients])
-    ]
-
-
 def law(sigma: float) -> np.ndarray:
     """P[N_Z(0, sigma^2) = x] for |x| <= 12 sigma."""
     steps = np.arange(-math.ceil(12 * sigma), math.ceil(12 * sigma) + 1)
@@ -260,7 +251,15 @@ def charged(client: int, scales: tuple[float, ...], threshold: int, colluding: i
     return epsilon_of([Release(event=event, rho_bar=1.0, aggregate_scale=scale).seen_by("aggregate")], DELTA).epsilon
 
 
-@pytest.mark.parametrize(("threshold", "colluding", "scales", "probability"), cases())
+# Every day each sum of the second scales, which all differ, and with some of the records.
+@pytest.mark.parametrize(
+    ("threshold", "colluding", "scales", "probability"),
+    [
+        pytest.param(threshold, colluding, scales, q, marks=[] if (number, q) == (1, 0.3) else pytest.mark.slow)
+        for (num_clients, threshold, colluding), q in itertools.product(SUMS, (1.0, 0.3))
+        for number, scales in enumerate(SCALES[num_clients])
+    ],
+)
 def test_the_view_of_every_reader_costs_at_most_what_is_charged_and_that_of_the_worst_as_much(
     threshold, colluding, scales, probability
 ):
