@@ -55,7 +55,7 @@ def test_p_value_is_the_largest_probability_that_the_constraints_allow(canaries,
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
 def test_p_value_covers_randomised_response_exactly(epsilon):
-    for correct in range(41):
+    for correct in range(0, 41, 4):
         exact = stats.binom.sf(correct - 1, 40, special.expit(epsilon))
         found = p_value(epsilon_delta(epsilon, 0.0), 40, 40, correct)
         assert found >= exact - 1e-9
@@ -74,28 +74,18 @@ def right_guesses(mu: float, canaries: int, guesses: int, trials: int) -> np.nda
 @pytest.mark.parametrize(("mu", "canaries", "guesses"), [(0.5, 300, 100), (2.0, 100, 50)])
 def test_gaussian_bound_exceeds_the_truth_rarely_and_finds_a_share_of_it(mu, canaries, guesses):
     counts = right_guesses(mu, canaries, guesses, 400)
-    bound = {
-        int(count): f_dp.gaussian_mu(num_canaries=canaries, num_guesses=guesses, num_correct=int(count))
-        for count in np.unique(counts)
-    }
-    found = np.array([bound[int(count)] for count in counts])
+    distinct, places = np.unique(counts, return_inverse=True)
+    asked = {"num_canaries": canaries, "num_guesses": guesses}
+    found = np.array([f_dp.gaussian_mu(**asked, num_correct=int(count)) for count in distinct])[places]
     assert (found > mu).mean() <= 0.05 + 4 * math.sqrt(0.05 * 0.95 / 400)
     assert np.median(found) > 0.25 * mu
 
 
 def test_gaussian_bound_is_larger_than_that_of_epsilon_delta_for_gaussian_noise():
-    counts = right_guesses(0.925, 1000, 100, 21)
-    typical = int(np.median(counts))
-    mu = f_dp.gaussian_mu(num_canaries=1000, num_guesses=100, num_correct=typical)
-    weaker = f_dp._largest_rejected(
-        lambda epsilon: epsilon_delta(epsilon, 1e-5),
-        16.0,
-        num_canaries=1000,
-        num_guesses=100,
-        num_correct=typical,
-        confidence=0.95,
-    )
-    assert trade_off.gaussian_epsilon(mu, 1e-5) > 1.2 * weaker
+    typical = int(np.median(right_guesses(0.925, 1000, 100, 21)))
+    counts = {"num_canaries": 1000, "num_guesses": 100, "num_correct": typical}
+    weaker = f_dp._largest_rejected(lambda epsilon: epsilon_delta(epsilon, 1e-5), 16.0, **counts, confidence=0.95)
+    assert trade_off.gaussian_epsilon(f_dp.gaussian_mu(**counts), 1e-5) > 1.2 * weaker
 
 
 def test_nothing_is_rejected_without_evidence():
@@ -116,13 +106,6 @@ def test_a_schedule_of_full_batches_is_held_against_gaussian_dp(correct, group_s
     expected = trade_off.gaussian_epsilon(f_dp.gaussian_mu(**counts) / group_size, 1e-5)
     assert found <= expected * (1 + 1e-4)
     assert found == pytest.approx(expected, rel=0.02, abs=0.02)  # beyond 64 times the noise nothing is tried
-
-
-def test_a_schedule_without_noise_has_a_bound_too():
-    event = SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1, count=4)
-    counts = {"num_canaries": 400, "num_guesses": 100, "num_correct": 99}
-    expected = trade_off.gaussian_epsilon(f_dp.gaussian_mu(**counts), 1e-5)
-    assert f_dp.schedule_epsilon([event], 1e-5, **counts) == pytest.approx(expected)
 
 
 def test_the_bound_of_a_sampled_schedule_exceeds_its_epsilon_rarely_and_finds_a_share_of_it():
@@ -149,7 +132,7 @@ def test_more_right_guesses_never_lower_the_bound_of_a_schedule():
     event = SubsampledGaussian(noise_multiplier=0.8, sampling_probability=0.1, count=20)
     bounds = [
         f_dp.schedule_epsilon([event], 1e-5, num_canaries=300, num_guesses=80, num_correct=correct)
-        for correct in range(40, 81, 8)
+        for correct in (40, 56, 72)
     ]
     assert bounds == sorted(bounds)
     assert bounds[0] == 0.0 < bounds[-1]
@@ -172,7 +155,10 @@ def test_error_rates_over_many_runs_are_held_against_the_schedule():
     assert np.median(found) > 0.7 * claimed
 
 
-def test_noise_that_is_stated_in_no_number_or_not_proven_is_held_against_gaussian_dp():
+NO_NOISE = SubsampledGaussian(noise_multiplier=0.0, sampling_probability=0.1, count=4)
+
+
+def test_a_schedule_without_noise_or_of_unproven_or_stated_cost_is_held_against_gaussian_dp():
     lmo = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=4.9, high=5.1))
     unproven = SubsampledLmo(
         parameters=lmo, sensitivity=1.0, dimension=10, sampling_probability=1.0, accounting="published"
@@ -180,16 +166,12 @@ def test_noise_that_is_stated_in_no_number_or_not_proven_is_held_against_gaussia
     stated = EpsilonDelta(epsilon=1.0, delta=1e-6)
     counts = {"num_canaries": 400, "num_guesses": 100, "num_correct": 95}
     expected = trade_off.gaussian_epsilon(f_dp.gaussian_mu(**counts), 1e-5)
-    for event in (unproven, stated):
+    for event in (NO_NOISE, unproven, stated):
         assert f_dp.schedule_epsilon([event], 1e-5, **counts) == pytest.approx(expected)
 
 
-def _gaussian(noise: float, count: int = 1) -> SubsampledGaussian:
-    return SubsampledGaussian(noise_multiplier=noise, sampling_probability=1.0, count=count)
-
-
 def test_the_most_that_can_be_found_is_that_of_guesses_that_are_all_right():
-    power = audit_power([_gaussian(4.0)], 1e-5, 400)
+    power = audit_power([_full_batches(0.25)], 1e-5, 400)
     included = np.random.default_rng(0).random(400) < 0.5
     found = one_run_audit(included.astype(float), included, delta=1e-5, num_guesses=power.num_guesses)
     assert power.largest == found.epsilon_lower
@@ -198,29 +180,29 @@ def test_the_most_that_can_be_found_is_that_of_guesses_that_are_all_right():
 
 def test_an_ideal_attacker_is_right_as_often_as_gaussian_tails_say():
     """At mu = 2 and of all canaries guessed, each guess is right with probability Phi(1)."""
-    power = audit_power([_gaussian(1.0, count=4)], 1e-5, 24)
+    power = audit_power([_full_batches(2.0)], 1e-5, 24)
     assert power.num_guesses == 24
     assert power.num_correct == pytest.approx(24 * special.ndtr(1.0), abs=1.5)
 
 
 def test_two_releases_are_weighed_by_their_noise():
     """A release with much noise after one with little takes nothing away."""
-    alone = audit_power([_gaussian(1.0)], 1e-5, 1000)
-    both = audit_power([_gaussian(1.0), _gaussian(50.0)], 1e-5, 1000)
+    alone = audit_power([_full_batches(1.0)], 1e-5, 1000)
+    both = audit_power([_full_batches(1.0), _full_batches(0.02)], 1e-5, 1000)
     assert both.num_correct >= alone.num_correct - 2
 
 
 def test_bounds_stay_below_the_claim_and_rise_with_canaries():
-    event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.2, count=20)
+    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.4, count=20)
     claimed = epsilon_of([event], 1e-5).epsilon
-    powers = [audit_power([event], 1e-5, num) for num in (50, 400, 3000)]
-    assert powers[0].largest < powers[1].largest < powers[2].largest
-    assert powers[0].ideal_f_dp < powers[2].ideal_f_dp < claimed
+    powers = [audit_power([event], 1e-5, num) for num in (50, 1000)]
+    assert powers[0].largest < powers[1].largest
+    assert powers[0].ideal_f_dp < powers[1].ideal_f_dp < claimed
     assert all(power.ideal <= power.ideal_f_dp for power in powers)
 
 
 def test_what_has_no_power_is_refused():
     with pytest.raises(InputError, match="num_canaries = 1"):
-        audit_power([_gaussian(1.0)], 1e-5, 1)
+        audit_power([_full_batches(1.0)], 1e-5, 1)
     with pytest.raises(InputError, match="Gaussian noise alone"):
-        audit_power([_gaussian(0.0)], 1e-5, 10)
+        audit_power([NO_NOISE], 1e-5, 10)

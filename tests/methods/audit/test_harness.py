@@ -1,4 +1,7 @@
-"""The engine under audit: what is observed is the clipped canaries plus the claimed noise, and audits stay below it."""
+"""The engine under audit: what is observed is the clipped canaries plus the claimed noise, and audits stay below it.
+
+The statistical tests by themselves are right under the null, and have power both ways.
+"""
 
 import math
 
@@ -12,21 +15,28 @@ from fedpriv.methods.audit._bounds import one_run_audit
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.calibration import noise_multiplier_for
 from fedpriv.privacy.accounting.events import SubsampledGaussian
-from fedpriv.privacy.accounting.sensitivity import UPLOAD_FACTOR
+from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, UPLOAD_FACTOR
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from simulations.studies.audit.harness import (
+    HEAD,
+    ROUNDING,
     A,
     B,
     Setup,
+    batch_size_p_value,
     coordinate_directions,
     ideal_scores,
+    largest_influence,
     matched_scores,
+    noise_scale_p_value,
     observe,
     observe_clients,
+    repeated_noise_p_value,
     update_spec,
 )
 
 DELTA = 1e-5
+RNG = np.random.default_rng
 
 
 def run(rounds: int, q: float, z: float, *, seed: int = 0, num: int = 400, clients: int = 2, clip_norm: float = 1.0):
@@ -131,3 +141,50 @@ def test_canaries_are_dealt_out_to_clients_in_turn():
     seen = observe(setup, directions, np.array([True, False]), num_clients=2)
     assert seen.local[0].tolist() == pytest.approx([1, 0], abs=1e-2)
     assert seen.aggregate[0].tolist() == pytest.approx([1, 1], abs=1e-2)
+
+
+def is_uniform(p_values: list[float]) -> bool:
+    return stats.kstest(p_values, "uniform").pvalue > 1e-4
+
+
+def test_noise_scale_is_uniform_under_the_claim_and_rejects_other_scales():
+    rng = RNG(1)
+    assert is_uniform([noise_scale_p_value(2.5 * rng.standard_normal(50), 2.5) for _ in range(400)])
+    noise = 2.5 * rng.standard_normal(600)
+    for claimed in (2.5 * 2 / 3, 2.5 * 3 / 2):
+        assert noise_scale_p_value(noise, claimed) < 1e-6
+
+
+def test_repeated_noise_is_uniform_for_two_rounds_and_rejects_shared_noise():
+    rng = RNG(2)
+    assert is_uniform([repeated_noise_p_value(rng.standard_normal((2, 40))) for _ in range(400)])
+    rows = rng.standard_normal((6, 500))
+    assert repeated_noise_p_value(rows) > 1e-4
+    rows[4] = -0.5 * rows[1] + 0.1 * rows[4]  # scaled, turned round and three rounds apart
+    assert repeated_noise_p_value(rows) < 1e-6
+
+
+def test_batch_sizes_accept_poisson_sampling_and_reject_other_spreads():
+    rng = RNG(3)
+    sizes = rng.binomial(500, 0.1, size=100)
+    assert batch_size_p_value(sizes, num_records=500, sampling_probability=0.1) > 1e-4
+    for wrong in (np.full(100, 50), 50 + 1.5 * (sizes - 50), 50 + (sizes - 50) / 1.5):
+        assert batch_size_p_value(wrong, num_records=500, sampling_probability=0.1) < 1e-3
+
+
+@pytest.mark.parametrize("rule", CLIPPING_RULES)
+@pytest.mark.parametrize("clip_norm", [0.3, 5.0])
+def test_influence_stays_within_every_rules_bound_and_comes_near_it(rule, clip_norm):
+    spec = update_spec(noise_multiplier=1.0, batch_size=4, clip_norm=clip_norm, clipping=rule)
+    setup = Setup(spec=spec, num_registered=4, seed=1, sizes={A: 40, B: 40, HEAD: 10})
+    found = largest_influence(setup, num_records=4)
+    assert 0.5 < found <= 1 + ROUNDING
+
+
+def test_influence_needs_noise_that_repeats_and_every_record():
+    for setup in (
+        Setup(spec=update_spec(noise_multiplier=1.0, batch_size=4), num_registered=4),
+        Setup(spec=update_spec(noise_multiplier=1.0, batch_size=4), num_registered=8, seed=1),
+    ):
+        with pytest.raises(ValueError, match="seed and batch_size"):
+            largest_influence(setup)

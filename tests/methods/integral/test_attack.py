@@ -12,7 +12,7 @@ from fedpriv.errors import InputError
 from fedpriv.methods.integral import attack
 from fedpriv.methods.integral._networks import TrainingSchedule, perceptron, to_vector
 from fedpriv.methods.integral.attack import Game, _AttackTarget, _NoRecommendationError, _play
-from tests.methods.integral.permuted import permuted
+from tests.methods.integral.test_alignment import permuted
 
 NETWORK = nn.Sequential(nn.Linear(29, 1))  # 30 weights, no hidden layer: the order of neurons is out of the game
 LABELS = np.arange(3000) % 2

@@ -25,7 +25,7 @@ def frame(num=200, classes=2):
     )
 
 
-def test_numbers_are_scaled_and_categories_are_one_feature_each():
+def test_numbers_are_scaled_within_the_training_range_and_categories_are_one_feature_each():
     table = prepare(frame(), "label")
     assert table.feature_names == ("age", "job_clerk", "job_nurse", "job_smith")
     assert table.classes == ("class 0", "class 1")
@@ -34,6 +34,11 @@ def test_numbers_are_scaled_and_categories_are_one_feature_each():
     assert float(table.train_features[:, 0].std(correction=0)) == pytest.approx(1, abs=1e-5)
     assert set(table.train_features[:, 1:].sum(dim=1).tolist()) == {1.0}
     assert table.train_labels.bincount().tolist() == [70, 70]
+    ten = prepare(frame(400, classes=10), "label", scaling="min-max")
+    assert ten.test_labels.bincount().tolist() == [12] * 10
+    for part in (ten.train_features, ten.test_features):
+        assert float(part.min()) >= 0
+        assert float(part.max()) <= 1
 
 
 def test_blanks_after_separators_and_full_stops_of_a_second_file_change_nothing():
@@ -48,17 +53,9 @@ def test_blanks_after_separators_and_full_stops_of_a_second_file_change_nothing(
         assert torch.equal(found.test_labels, expected.test_labels)
     with pytest.raises(InputError, match="two have one name but for blanks around it; rename one of age, job, label"):
         prepare(plain.assign(**{" age": 1}), "label")
-
-
-def test_a_full_stop_behind_every_class_stays():
-    assert prepare(frame().assign(label=["a.", "b."] * 100), "label").classes == ("a.", "b.")
-
-
-def test_min_max_scaling_stays_within_the_training_range():
-    table = prepare(frame(), "label", scaling="min-max")
-    for part in (table.train_features, table.test_features):
-        assert float(part.min()) >= 0
-        assert float(part.max()) <= 1
+    assert prepare(plain.assign(label=["a.", "b."] * 100), "label").classes == ("a.", "b."), (
+        "one behind every class stays"
+    )
 
 
 def test_the_test_part_changes_nothing_of_the_training_part():
@@ -142,12 +139,6 @@ def test_many_categories_share_a_feature():
     names = [name for name in prepare(wide, "label").feature_names if name.startswith("town")]
     assert len(names) == 50
     assert "town_infrequent_sklearn" in names
-
-
-def test_ten_classes():
-    table = prepare(frame(400, classes=10), "label")
-    assert len(table.classes) == 10
-    assert table.test_labels.bincount().tolist() == [12] * 10
 
 
 @pytest.mark.parametrize(
