@@ -25,27 +25,11 @@ def cost(z, q, steps, accountant):
     return epsilon_of([event], DELTA, accountant).epsilon
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize(
-    ("epsilon", "q", "steps"),
-    [(2.0, 0.16, 30), pytest.param(8.0, 0.01, 1000, marks=pytest.mark.slow), (3.0, 1.0, 5)],
-)
-def test_target_is_met_and_slightly_less_noise_misses_it(accountant, epsilon, q, steps):
-    z = noise_multiplier_for(epsilon, DELTA, sampling_probability=q, steps=steps, accountant=accountant)
-    assert cost(z, q, steps, accountant) <= epsilon < cost(z * 0.998, q, steps, accountant)
-
-
 def test_a_larger_target_needs_less_noise_also_beyond_100():
     targets = (80.0, 100.0, 110.0)
     noise = [noise_multiplier_for(target, DELTA, sampling_probability=0.5, steps=300) for target in targets]
     assert [cost(z, 0.5, 300, "pld") for z in noise] == pytest.approx(targets, rel=1e-3)
     assert noise == sorted(set(noise), reverse=True)
-
-
-def test_epsilon_to_noise_multiplier_and_back_is_the_identity():
-    start = cost(1.88, 0.16, 30, "rdp")
-    z = noise_multiplier_for(start, DELTA, sampling_probability=0.16, steps=30, accountant="rdp")
-    assert z == pytest.approx(1.88, rel=2e-4)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -129,14 +113,11 @@ def test_noise_without_a_privacy_loss_distribution_is_calibrated_by_rdp():
 @pytest.mark.parametrize(
     "cost", [lambda low: 1.0, lambda low: math.inf, lambda low: low], ids=["step", "pole", "slope"]
 )
-def test_the_smallest_noise_is_found_whatever_the_cost_looks_like(threshold, cost):
+def test_the_smallest_noise_is_found_whatever_the_cost_looks_like_and_none_is_refused(threshold, cost):
     def excess(z):
         return -1.0 if z >= threshold else cost(threshold / z - 1)
 
     found = _smallest(excess, start=1.0, tolerance=1e-4)
     assert threshold <= found <= threshold * (1 + 1e-4)
-
-
-def test_a_cost_that_no_noise_meets_is_refused():
     with pytest.raises(ValueError, match="no noise multiplier up to 1e"):
         _smallest(lambda z: 1.0, start=1.0, tolerance=1e-4)

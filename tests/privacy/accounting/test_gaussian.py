@@ -19,14 +19,7 @@ from scipy.stats import norm
 
 from fedpriv.privacy.accounting import risk
 from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of
-from fedpriv.privacy.accounting.events import (
-    PureEpsilon,
-    SubsampledGaussian,
-    SummedGaussian,
-    from_json,
-    group,
-    to_json,
-)
+from fedpriv.privacy.accounting.events import PureEpsilon, SubsampledGaussian, SummedGaussian, from_json, group, to_json
 from fedpriv.privacy.accounting.filters import RenyiFilter
 from fedpriv.privacy.accounting.gaussian import MAX_HOLDERS, _single_loss, sampled_curve, worst_other_holders
 from fedpriv.privacy.accounting.many_clients import costliest, epsilons

@@ -82,14 +82,11 @@ def test_what_a_run_releases_besides_leaves_the_start_its_share_of_the_rest():
     assert found == pytest.approx(1 / math.sqrt(START_SHARE * rest), rel=2e-3)
 
 
-@pytest.mark.parametrize("num_steps", [1, 39, 160])
-def test_a_start_beside_given_noise_spends_the_same_share(num_steps):
-    start, steps = 1 / start_noise_for_steps(3.0, num_steps) ** 2, num_steps / 3.0**2
-    assert start / (start + steps) == pytest.approx(0.15)
-
-
-def test_beside_steps_without_noise_the_start_has_none():
-    assert start_noise_for_steps(0.0, 40) == 0
+def test_a_start_beside_given_noise_spends_the_same_share():
+    for num_steps in (1, 39, 160):
+        start, steps = 1 / start_noise_for_steps(3.0, num_steps) ** 2, num_steps / 3.0**2
+        assert start / (start + steps) == pytest.approx(0.15)
+    assert start_noise_for_steps(0.0, 40) == 0, "and beside steps without noise has none"
 
 
 # --- the learning rate
@@ -221,19 +218,11 @@ def test_more_noise_never_raises_the_rate_and_more_records_never_lower_it(sizes,
 
 
 @given(sizes=CLIENTS, factor=st.floats(1e-3, 1e3), participation=st.floats(0.1, 1))
-def test_only_the_proportions_of_the_weights_count(sizes, factor, participation):
-    one = federation(sizes, participation=participation)
-    other = WeightedClients(sizes=sizes, weights=[factor * w for w in one.weights], participation=participation)
-    assert other.noise_per_record == pytest.approx(one.noise_per_record)
-
-
-@given(sizes=CLIENTS)
-def test_weights_by_the_root_of_the_records_are_never_noisier_than_equal_ones(sizes):
-    assert federation(sizes).noise_per_record <= federation(sizes, equal=True).noise_per_record * (1 + 1e-12)
-
-
-@given(sizes=CLIENTS, participation=st.floats(0.1, 1))
-def test_asking_fewer_clients_is_never_less_noisy(sizes, participation):
-    assert federation(sizes, participation=participation).noise_per_record >= federation(sizes).noise_per_record * (
-        1 - 1e-12
-    )
+def test_proportions_alone_count_roots_are_no_noisier_than_equal_weights_and_fewer_clients_no_less(
+    sizes, factor, participation
+):
+    some, noise = federation(sizes, participation=participation), federation(sizes).noise_per_record
+    other = WeightedClients(sizes=sizes, weights=[factor * w for w in some.weights], participation=participation)
+    assert other.noise_per_record == pytest.approx(some.noise_per_record)
+    assert noise <= federation(sizes, equal=True).noise_per_record * (1 + 1e-12)
+    assert some.noise_per_record >= noise * (1 - 1e-12)

@@ -37,9 +37,6 @@ def test_factor_follows_from_names_and_from_numbers_alike(rule, head, factor):
     assert sorted(name for part in parts for name in part) == sorted(names)
     assert sensitivity_factor(rule, len(parts)) == pytest.approx(factor)
     assert num_parts(rule, num_tensors=len(names), head=head) == len(parts)
-
-
-def test_split_separates_a_b_and_the_head():
     a, b, head = clipping_parts("split", LORA + HEAD)
     assert all("lora_A" in name for name in a)
     assert all("lora_B" in name for name in b)

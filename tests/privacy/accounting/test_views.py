@@ -36,15 +36,12 @@ SCALES = {
 SUMS = [(3, 3, 0), (5, 3, 0), (5, 5, 0), (5, 5, 1), (5, 5, 2)]
 
 
-def test_rho_bar_is_the_root_of_the_sum_of_squared_weights():
+def test_rho_bar_is_the_root_of_the_sum_of_squared_weights_and_scales_the_noise_of_its_round():
     assert rho_bar([0.2] * 5) == pytest.approx(1 / math.sqrt(5))
     assert rho_bar([0.3, 0.25, 0.2, 0.15, 0.1]) == pytest.approx(math.sqrt(0.225))
     assert rho_bar([1.0]) == 1.0
     with pytest.raises(ValueError, match="sum to"):
         rho_bar([0.5, 0.4])
-
-
-def test_rho_view_scales_the_noise_of_each_round_by_its_own_rho_bar():
     releases = [Release(event=EVENT, rho_bar=0.5), Release(event=EVENT, rho_bar=0.25)]
     assert [release.seen_by("local").noise_multiplier for release in releases] == [1.88, 1.88]
     assert [release.seen_by("rho").noise_multiplier for release in releases] == pytest.approx([0.94, 0.47])
@@ -68,6 +65,7 @@ def test_accounts_compose_first_and_convert_once():
     assert accounts.deltas == {0: 1e-5, 1: 1e-7}
     with pytest.raises(KeyError):
         accounts.record(2, Release(event=EVENT, rho_bar=1.0))
+    assert Accounts({0: 400, 1: 10**6}, delta=1e-6).deltas == {0: 1e-6, 1: 1e-6}
     with pytest.raises(ValueError, match="delta = 2"):
         Accounts({0: 10}, delta=2.0)
 
@@ -146,9 +144,7 @@ def test_colluding_clients_take_their_noise_with_them():
 
 
 @given(
-    st.lists(st.integers(1, 50) | st.floats(1e-3, 1e3), min_size=1, max_size=6),
-    st.integers(1, 7),
-    st.integers(0, 3),
+    st.lists(st.integers(1, 50) | st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 3)
 )
 def test_smallest_aggregate_scale_is_the_minimum_over_all_sums_that_are_seen(weights, threshold, colluding):
     """Against every set of at least `threshold` survivors, and every set of those among them who read the sum."""

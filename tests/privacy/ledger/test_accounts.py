@@ -26,20 +26,6 @@ def test_every_release_raises_the_cost_of_its_client_alone_and_asking_changes_no
     assert (accounts.num_releases(0), accounts.epsilon_of(1, view, "rdp").epsilon) == (4, 0)
 
 
-def test_given_delta_replaces_every_default():
-    accounts = Accounts({0: 50, 1: 10**7}, delta=1e-6)
-    assert accounts.deltas == {0: 1e-6, 1: 1e-6}
-
-
-def test_order_of_releases_does_not_matter():
-    one, other = Accounts({0: 50}), Accounts({0: 50})
-    for z in (0.8, 2.0, 5.0):
-        one.record(0, release(z))
-    for z in (5.0, 0.8, 2.0):
-        other.record(0, release(z))
-    assert one.epsilon_of(0, "rho", "rdp") == other.epsilon_of(0, "rho", "rdp")
-
-
 def test_each_round_keeps_its_own_rho_bar():
     accounts = Accounts({0: 50})
     for share in (0.25, 1.0):
@@ -77,25 +63,19 @@ def test_many_different_histories_get_upper_bounds():
         assert exact * (1 - 1e-3) <= costs[client].epsilon <= 1.5 * exact
 
 
-def test_nobody_spent_nothing():
-    assert Accounts({}).final("local") == {}
-    with pytest.raises(KeyError):
-        Accounts({}).epsilon_of(0, "local", "pld")
-
-
 def test_clients_that_released_nothing_cost_nothing_and_take_no_time():
     accounts = Accounts({client: 40 + client % 3 for client in range(100_000)}, earlier={7: [release()], 8: []})
     accounts.record(5, release())
     assert accounts.spenders() == {5, 7}
     assert (accounts.spenders("this run"), accounts.spenders("before")) == ({5}, {7})
     costs = accounts.final("local")
-    assert min(costs[5].epsilon, costs[7].epsilon) > 0
-    assert {costs[client].epsilon for client in (0, 1, 2, 6, 99_999)} == {0.0}
+    assert [costs[client].epsilon > 0 for client in (0, 1, 2, 5, 6, 7, 99_999)] == [0, 0, 0, 1, 0, 1, 0]
     assert accounts.risks("local")[6].mu == 0 < accounts.risks("local")[5].mu
     assert accounts.epsilon_of(6, "local", "rdp").epsilon == 0
     assert accounts.num_releases(6) == accounts.num_releases(7) == 0
     with pytest.raises(KeyError):
         accounts.record(100_000, release())
+    assert Accounts({}).final("local") == {}
 
 
 def test_the_worst_clients_events_hold_for_all_only_where_they_cover_them():

@@ -67,11 +67,7 @@ def test_the_root_is_that_of_the_recursion_and_every_position_has_a_path_to_it(m
         (proof,) = proofs_in(made.proof(position).text())
         proof.check(keys.public_line(key))
         assert proof.leaf == made.leaves[position]
-
-
-def test_a_proof_has_less_than_a_kilobyte_for_a_hundred_holders(make):
-    made = make(leaves_of(100), run="f" * 32, sum=REPLY(7))
-    assert max(len(made.proof(position).text()) for position in range(100)) < 1000
+    assert len(make(leaves_of(100), run="f" * 32, sum=REPLY(7)).proof(number).text()) < 1000, "less than a kilobyte"
 
 
 def packed(node: tuple[str, int, float]) -> bytes:
@@ -156,9 +152,8 @@ def test_no_sibling_of_a_negative_or_no_weight_makes_room_for_a_double(make, key
     "text", ["x", "[]", "{}", "null", "[" * 10**5, "x" * 10**5, '{"record": {}, "leaf": {}, "path": 7}', "\ud800"]
 )
 def test_malformed_texts_are_named_in_one_line(text):
-    with pytest.raises(ValueError, match="a line") as raised:
+    with pytest.raises(ValueError, match=r"\A[^\n]*a line[^\n]*\Z"):
         proofs_in(text)
-    assert "\n" not in str(raised.value)
 
 
 def owed(proof: InclusionProof, **changes: object) -> str:

@@ -117,11 +117,7 @@ def test_density_is_the_derivative_of_the_cdf_and_quantile_its_inverse(name):
 
 @pytest.mark.parametrize(
     "chosen",
-    [
-        EXAMPLE,
-        LINEAR,
-        pytest.param(parameters(gamma={"weight": 1, "shape": 6, "scale": 0.2}), marks=pytest.mark.slow),
-    ],
+    [EXAMPLE, LINEAR, pytest.param(parameters(gamma={"weight": 1, "shape": 6, "scale": 0.2}), marks=pytest.mark.slow)],
 )
 def test_moments_entropy_and_information_are_those_of_the_density(chosen):
     of = Columns.of(chosen)
