@@ -11,7 +11,7 @@ from scipy import special, stats
 from fedpriv import texts
 from fedpriv.errors import InputError
 from fedpriv.privacy.accounting import accountants, risk, trade_off
-from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of
+from fedpriv.privacy.accounting.accountants import ORDERS
 from fedpriv.privacy.accounting.calibration import calibrate_to_risk, noise_multiplier_for
 from fedpriv.privacy.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
 from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter
@@ -225,13 +225,6 @@ def test_an_attacker_finds_no_more_than_is_told(num):
         assert (simulated(events, rng, trials) <= told + 5 * error).all(), events
 
 
-def test_both_questions_count():
-    """With rare records, "removed?" is told from "added?" by its curve; the printed one is above both."""
-    found = simulated([sampled(0.7, 0.1, 3)], np.random.default_rng(3), 200_000)
-    assert abs(found[0] - found[1]).max() > 0.01
-    assert (found_by([sampled(0.7, 0.1, 3)]) >= found - 0.004).all()
-
-
 def test_advantage_is_delta_at_epsilon_zero():
     events = [sampled(1.1, 0.1, 40)]
     accountant = dp_accounting.pld.PLDAccountant()
@@ -250,14 +243,6 @@ def test_a_curve_is_symmetric_convex_and_falls(events):
     assert (np.diff(f(x)) <= 1e-12).all()
     assert (np.diff(f(x), 2) >= -1e-9).all()
     assert (f(x) <= 1 - x + 1e-12).all()
-
-
-def test_epsilon_of_mu_is_never_below_the_accountants():
-    events = [sampled(1.0, 0.01, 1000)]
-    told = risk_of(events, 1e-5)
-    assert trade_off.gaussian_epsilon(told.mu, 1e-5) == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=0.15)
-    z = special.ndtri(np.geomspace(1e-4, 0.99, 50))
-    assert (told.curve(special.ndtr(z)) <= special.ndtr(z + told.mu) + 1e-5).all()
 
 
 def test_stated_costs_have_their_own_lines():
@@ -315,18 +300,13 @@ def test_the_renyi_bound_of_an_order_is_met_by_two_coins():
     assert found == pytest.approx(y, rel=1e-9)
 
 
-def test_the_renyi_bound_is_above_the_true_curve():
-    curve = sampled(1.3, 0.1, 30).rdp(ORDERS)
-    by_renyi = 1 - trade_off.renyi(ORDERS, curve)(RATES)
+def test_the_renyi_bound_is_above_the_true_curve_and_stands_for_one_that_is_not_known():
+    by_renyi = 1 - trade_off.renyi(ORDERS, sampled(1.3, 0.1, 30).rdp(ORDERS))(RATES)
     exact = found_by([sampled(1.3, 0.1, 30)])
     assert (by_renyi > exact).all()
     assert (by_renyi < 2 * exact).all()
-
-
-def test_a_release_without_a_loss_distribution_has_the_renyi_bound():
-    event = PureEpsilon(epsilon=800.0)
-    expected = 1 - trade_off.renyi(ORDERS, event.rdp(ORDERS))(RATES)
-    assert found_by([event]) == pytest.approx(expected)
+    event = PureEpsilon(epsilon=800.0)  # has no loss distribution
+    assert found_by([event]) == pytest.approx(1 - trade_off.renyi(ORDERS, event.rdp(ORDERS))(RATES))
 
 
 def test_a_filter_tells_what_it_lets_pass_and_not_what_was_spent():

@@ -162,14 +162,6 @@ def test_smallest_aggregate_scale_is_the_minimum_over_all_sums_that_are_seen(wei
         assert smallest[client] <= max(1.0, min(every)), "never above a value that can occur"
 
 
-def test_equal_clients_share_their_noise_up_to_the_threshold():
-    equal = dict.fromkeys(range(5), 0.3)
-    cases = [(1, 0, 1), (3, 0, 2), (3, 1, 2), (5, 0, 4), (9, 0, 4), (9, 2, 3), (5, 2, 3), (3, 4, 1)]
-    for threshold, colluding, honest in cases:
-        scales = smallest_aggregate_scales(equal, threshold=threshold, colluding=colluding)
-        assert list(scales.values()) == pytest.approx([math.sqrt(honest)] * 5)
-
-
 @pytest.mark.parametrize(
     ("change", "name"),
     [

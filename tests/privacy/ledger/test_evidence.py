@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scipy.stats import norm
@@ -300,16 +301,17 @@ Mutation = Callable[[Files, random.Random], tuple[Files, bool, str]]
 """Changes one thing; returns the files, whether the manifest is forged to fit, and a pattern of what is named."""
 
 
-def _part(files: Files) -> str:
-    return next(name.partition("/")[0] for name in files if name.endswith("/about.json"))
+def _content(files: Files, name: str) -> tuple[str, Any]:
+    """The name of such a file in its part of the bundle, and what it holds; of several objects, a list."""
+    path = next(path for path in files if path.endswith(f"/{name}"))
+    if name.endswith("l"):
+        return path, [json.loads(line) for line in files[path].splitlines()]
+    return path, json.loads(files[path])
 
 
-def _lines(files: Files, name: str) -> list[dict]:
-    return [json.loads(line) for line in files[name].splitlines()]
-
-
-def _with_lines(files: Files, name: str, lines: list[dict]) -> Files:
-    return files | {name: "".join(json.dumps(line) + "\n" for line in lines).encode()}
+def _with(files: Files, path: str, content: Any) -> Files:
+    texts = [json.dumps(each) + "\n" for each in content] if path.endswith("l") else [json.dumps(content)]
+    return files | {path: "".join(texts).encode()}
 
 
 def _other(value: object, rng: random.Random) -> object:
@@ -320,40 +322,33 @@ def _other(value: object, rng: random.Random) -> object:
     return 1.0 if value is None else value + 1 if isinstance(value, int) else value * 1.01 + 0.01
 
 
-def _entries(files: Files) -> tuple[str, list[dict]]:
-    name = f"{_part(files)}/entries.jsonl"
-    return name, _lines(files, name)
-
-
 def an_entry(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
-    name, entries = _entries(files)
+    path, entries = _content(files, "entries.jsonl")
     number = rng.randrange(len(entries))
     key = rng.choice([key for key, value in entries[number].items() if key != "number"])
     entries[number][key] = _other(entries[number][key], rng)
-    return _with_lines(files, name, entries), True, rf"entry {number + 1} follows"
+    return _with(files, path, entries), True, rf"entry {number + 1} follows"
 
 
 def the_order(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
-    name, entries = _entries(files)
+    path, entries = _content(files, "entries.jsonl")
     at = rng.randrange(len(entries) - 1)
     entries[at : at + 2] = reversed(entries[at : at + 2])
-    return _with_lines(files, name, entries), True, rf"entry {at + 1} follows"
+    return _with(files, path, entries), True, rf"entry {at + 1} follows"
 
 
 def a_lost_entry(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
-    name, entries = _entries(files)
+    path, entries = _content(files, "entries.jsonl")
     at = rng.randrange(len(entries))
     named = "its head" if at == len(entries) - 1 else f"entry {at + 1} f"
-    return _with_lines(files, name, entries[:at] + entries[at + 1 :]), True, named
+    return _with(files, path, entries[:at] + entries[at + 1 :]), True, named
 
 
 def a_figure(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
-    name = f"{_part(files)}/figures.json"
-    figures = json.loads(files[name])
-    places = list(_numbers(figures["data_sets"])) + list(_numbers(figures["printed"]))
-    place, key = rng.choice(places)
+    path, figures = _content(files, "figures.json")
+    place, key = rng.choice([*_numbers(figures["data_sets"]), *_numbers(figures["printed"])])
     place[key] = _other(place[key], rng)
-    return files | {name: json.dumps(figures).encode()}, True, rf"{place[key]:.4g}|{place[key]}|{key}|data set"
+    return _with(files, path, figures), True, rf"{place[key]:.4g}|{place[key]}|{key}|data set"
 
 
 def _numbers(value: object) -> Iterator[tuple[dict, str]]:
@@ -369,32 +364,29 @@ def _numbers(value: object) -> Iterator[tuple[dict, str]]:
 
 def a_risk(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
     """Of a data set, of a client in the run's summary, or the largest."""
-    name = f"{_part(files)}/figures.json"
-    figures = json.loads(files[name])
+    path, figures = _content(files, "figures.json")
     printed = figures["printed"]
     place = rng.choice([*figures["data_sets"], *([printed, *printed["clients"]] if printed else [])])
     if (key := rng.choice(["mu", "advantage", "0.001", "0.01", "0.05", "unit"])).startswith("0"):
         place = place["tpr_at_fpr"]
     place[key] = "client" if key == "unit" else place[key] * rng.choice([0.99, 1.02])
-    return files | {name: json.dumps(figures).encode()}, True, key
+    return _with(files, path, figures), True, key
 
 
 def the_head(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
-    name = f"{_part(files)}/about.json"
-    about = json.loads(files[name])
+    path, about = _content(files, "about.json")
     about["head"]["digest"] = _other(about["head"]["digest"], rng)
-    return files | {name: json.dumps(about).encode()}, True, "ends at its head"
+    return _with(files, path, about), True, "ends at its head"
 
 
 def a_policy(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
-    part = _part(files)
-    about = json.loads(files[f"{part}/about.json"])
+    path, about = _content(files, "about.json")
     if not about["policy"] or rng.random() < 0.3:
-        return _flipped(files, f"{part}/about.json", rng), False, r"manifest: .*about\.json"
+        return _flipped(files, path, rng), False, r"manifest: .*about\.json"
     if rng.random() < 0.5:
-        return _flipped(files, f"{part}/policy.toml", rng), True, r"policy\.toml has the digest"
+        return _flipped(files, path.replace("about.json", "policy.toml"), rng), True, r"policy\.toml has the digest"
     about["policy"]["policy.toml"] = _other(about["policy"]["policy.toml"], rng)
-    return files | {f"{part}/about.json": json.dumps(about).encode()}, True, r"policy\.toml has the digest"
+    return _with(files, path, about), True, r"policy\.toml has the digest"
 
 
 def _flipped(files: Files, name: str, rng: random.Random) -> Files:
@@ -403,13 +395,13 @@ def _flipped(files: Files, name: str, rng: random.Random) -> Files:
 
 
 def a_receipt(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
-    name = f"{_part(files)}/receipts.jsonl"
-    if not (receipts := _lines(files, name)):
+    path, receipts = _content(files, "receipts.jsonl")
+    if not receipts:
         return a_missing_file(files, rng)
-    at = rng.randrange(len(receipts))
-    key = rng.choice([key for key in receipts[at] if key != "counter"])
-    receipts[at][key] = _other(receipts[at][key], rng)
-    return _with_lines(files, name, receipts), True, f"receipt {receipts[at]['counter']} of"
+    changed = rng.choice(receipts)
+    key = rng.choice([key for key in changed if key != "counter"])
+    changed[key] = _other(changed[key], rng)
+    return _with(files, path, receipts), True, f"receipt {changed['counter']} of"
 
 
 def a_missing_file(files: Files, rng: random.Random) -> tuple[Files, bool, str]:
@@ -494,9 +486,8 @@ def test_a_risk_may_be_stated_too_large_by_a_hundredth_and_never_too_small():
 def test_risks_agree_with_ours_on_random_histories_and_for_every_rule(probabilities):
     rng = random.Random(44)
     for q in probabilities:
-        events = [
-            SubsampledGaussian(noise_multiplier=rng.uniform(0.7, 4), sampling_probability=q, count=rng.randint(1, 40))
-        ]
+        z, count = rng.uniform(0.7, 4), rng.randint(1, 40)
+        events = [SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)]
         check_risk_like_ours(events, 0, risk_of(events, 1e-5))
         rule = RenyiFilter(order=rng.randint(2, 40))
         check_risk_like_ours(events, rule.order, rule.risk(events, epsilon=None, delta=1e-5))

@@ -22,10 +22,10 @@ from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger import head_file, keys
 from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.privacy.ledger.reader import reading, verify_with_head
+from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog, chain_of, from_text
 from tests.cli.command_line import as_json, fedpriv
-from tests.privacy.ledger.test_ledger import edited
+from tests.privacy.ledger.test_ledger import checked, edited
 
 DELTA = 1e-5
 
@@ -143,13 +143,6 @@ def test_what_was_lost_is_charged_with_its_events(restored, tmp_path, source):
     assert restored.epsilon == epsilon(1, 2, 3, 4)
 
 
-def test_a_copy_of_the_ledger_proves_nothing_by_itself_and_counts_as_a_claim(restored, tmp_path):
-    found = restored.recover(tmp_path / "kept" / "ledger.sqlite")
-    assert [(each["round"], each["known_by"]) for each in found["missing"]] == [(2, "claim"), (3, "claim")]
-    assert restored.epsilon == epsilon(1, 2, 3)
-    restored.charge(4)
-
-
 def test_a_recovered_charge_of_a_sum_keeps_the_other_holders_of_a_person(node, tmp_path):
     backup = node.backup()
     release = Release(
@@ -199,29 +192,6 @@ def test_both_branches_of_a_fork_are_paid_for(restored, tmp_path):
     assert newest.counter == 6 > restored.lost.counter
 
 
-def test_more_than_anyone_knows_retires_the_data_set(restored, tmp_path):
-    """The coordinator has the newest receipt alone: that there was one before, it proves."""
-    ReceiptLog(tmp_path / "coordinator").add(restored.lost)
-    found = restored.recover(tmp_path / "coordinator")
-    assert ([each["round"] for each in found["missing"]], found["retired"]) == ([3], [restored.data_set.id])
-    assert restored.epsilon == math.inf
-    with pytest.raises(RetiredError, match="not known in full"):
-        restored.charge(4, shown=restored.lost.text())
-    assert restored.recover(tmp_path / "coordinator")["missing"] == []
-    text = fedpriv("ledger", "statement", restored.path, "--client", 0)[0]
-    assert "epsilon inf" in text
-    assert "NOT KNOWN IN FULL" in " ".join(text.split())
-
-
-def test_a_copy_of_the_ledger_fills_the_gap_that_a_receipt_proves(restored, tmp_path):
-    """Nobody has signed the copy, but its links are those that the signature is about."""
-    ReceiptLog(tmp_path / "coordinator").add(restored.lost)
-    found = restored.recover(tmp_path / "coordinator", tmp_path / "kept" / "ledger.sqlite")
-    assert {each["known_by"] for each in found["missing"]} == {"receipt"}
-    assert found["retired"] == []
-    assert restored.epsilon == epsilon(1, 2, 3)
-
-
 def coordinator(path: Path, data_set: str, *charges: tuple[int, SubsampledGaussian]) -> Path:
     """The ledger of a coordinator, whose requests have other digests, and other weights."""
     with Ledger(path) as ledger:
@@ -233,23 +203,43 @@ def coordinator(path: Path, data_set: str, *charges: tuple[int, SubsampledGaussi
     return path
 
 
-def test_what_a_coordinator_claims_is_charged_and_what_is_known_already_is_not(restored, tmp_path):
-    claims = [(round_, event(round_)) for round_ in (1, 2, 3, 4)]
-    ledger = coordinator(tmp_path / "coordinator.sqlite", restored.data_set.id, *claims)
-    found = restored.recover(tmp_path / "kept" / "receipts.jsonl", ledger)
-    known = [(each["round"], each["known_by"]) for each in found["missing"]]
-    assert known == [(2, "receipt"), (3, "receipt"), (4, "claim")]
-    assert restored.epsilon == epsilon(1, 2, 3, 4)
-    assert restored.recover(ledger)["missing"] == []
+# Nobody has signed a copy of the ledger, so by itself it proves nothing. But its links are those that a signature is
+# about, so it fills the gap that a receipt proves. `newest` is all that a coordinator has, `claims` is its ledger.
+@pytest.mark.parametrize(
+    ("sources", "known"),
+    [
+        (["kept/ledger.sqlite"], [(2, "claim"), (3, "claim")]),
+        (["newest", "kept/ledger.sqlite"], [(2, "receipt"), (3, "receipt")]),
+        (["kept/receipts.jsonl", "claims"], [(2, "receipt"), (3, "receipt"), (4, "claim")]),
+    ],
+    ids=str,
+)
+def test_what_each_source_proves_or_claims_is_charged_once(restored, tmp_path, sources, known):
+    ReceiptLog(tmp_path / "newest").add(restored.lost)
+    coordinator(tmp_path / "claims", restored.data_set.id, *[(round_, event(round_)) for round_ in (1, 2, 3, 4)])
+    found = restored.recover(*(tmp_path / source for source in sources))
+    assert [(each["round"], each["known_by"]) for each in found["missing"]] == known
+    assert found["retired"] == []
+    assert restored.epsilon == epsilon(1, *(round_ for round_, _ in known))
+    assert restored.recover(tmp_path / sources[-1])["missing"] == []
+    restored.charge(5)
 
 
-def test_no_claim_stands_for_what_a_receipt_proves(restored, tmp_path):
-    """A hostile coordinator claims as many charges as were lost, at next to no cost."""
-    ReceiptLog(tmp_path / "receipts").add(restored.lost)
+@pytest.mark.parametrize("claims", [False, True])
+def test_more_than_anyone_knows_retires_the_data_set(restored, tmp_path, claims):
+    """The newest receipt proves that there was one before, for which no claim of next to no cost stands."""
+    ReceiptLog(tmp_path / "newest").add(restored.lost)
     cheap = SubsampledGaussian(noise_multiplier=1e6, sampling_probability=0.1)
-    ledger = coordinator(tmp_path / "coordinator.sqlite", restored.data_set.id, (2, cheap), (3, cheap))
-    assert restored.recover(tmp_path / "receipts", ledger)["retired"] == [restored.data_set.id]
+    ledger = coordinator(tmp_path / "claims", restored.data_set.id, (2, cheap), (3, cheap))
+    found = restored.recover(tmp_path / "newest", *[ledger] * claims)
+    assert found["retired"] == [restored.data_set.id]
     assert restored.epsilon == math.inf
+    with pytest.raises(RetiredError, match="not known in full"):
+        restored.charge(4, shown=restored.lost.text())
+    assert restored.recover(tmp_path / "newest")["missing"] == []
+    text = " ".join(fedpriv("ledger", "statement", restored.path, "--client", 0)[0].split())
+    assert "epsilon inf" in text
+    assert "NOT KNOWN IN FULL" in text
 
 
 def test_receipts_that_the_node_has_not_signed_change_nothing(restored, tmp_path):
@@ -308,8 +298,7 @@ def test_a_recovered_ledger_says_so_and_older_readers_refuse_it(restored, tmp_pa
     with Ledger(restored.path, adopting="new disk"):
         pass
     assert version() == 3
-    with reading(restored.path) as db:
-        verify_with_head(db, restored.path)
+    checked(restored.path)
     edited(restored.path, "UPDATE entries SET event = NULL WHERE phase = 'recovered'")
     assert "was changed after it was written" in fedpriv("ledger", "verify", restored.path, code=1)[1]
 

@@ -167,15 +167,6 @@ def test_moments_are_infinite_exactly_if_u_is_too_often_small(chosen, mean_is_fi
     assert math.isfinite(of.variance) == variance_is_finite
 
 
-def test_mixture_and_linear_combination_of_one_part_agree():
-    gamma = {"shape": 2.1, "scale": 0.3}
-    mixed = parameters(gamma=gamma | {"weight": 1})
-    linear = parameters("linear", gamma=gamma | {"weight": 1})
-    for moment in ("variance", "mean_absolute"):
-        one, other = (float(getattr(Columns.of(each), moment)) for each in (linear, mixed))
-        assert one == pytest.approx(other, rel=1e-6)
-
-
 @pytest.mark.parametrize("probability", [0.0, 1.0, math.nan])
 def test_a_quantile_outside_the_open_unit_interval_is_refused(probability):
     with pytest.raises(InputError, match="probability"):
