@@ -49,7 +49,7 @@ def check(events, deltas, accountant, rows, rounding=0.0):
 @pytest.mark.parametrize("num_checked", [15, *slow(300)])
 @pytest.mark.parametrize("z", [(0.6, 2.5), (0.3,), *slow((1.0,), (8.0,))])
 def test_rdp_bounds_are_never_below_the_exact_epsilon_and_close_to_it(z, num_checked):
-    events, deltas = draw(1000, seed=1, z=z)
+    events, deltas = draw(3000, seed=1, z=z)
     bounds, exact = check(events, deltas, "rdp", range(num_checked))
     positive = exact > 1e-3
     excess = bounds[:num_checked][positive] / exact[positive] - 1
