@@ -121,18 +121,23 @@ def test_guesses_are_the_extreme_scores_and_counted_by_hand():
     assert num_correct(scores, included, np.array([2, 4, 6])).tolist() == [2, 2, 4]
 
 
-def test_ladder_is_even_rising_and_ends_with_all():
+def test_the_ladder_and_the_fixed_number_of_guesses_are_even_and_no_more_than_the_canaries():
     for num in (2, 3, 10, 11, 500, 5000):
         sizes = ladder(num)
         assert (np.diff(sizes) > 0).all()
         assert not (sizes % 2).any()
         assert sizes[-1] == num - num % 2
+    for num in [*range(2, 40), 150, 1000, 5000]:
+        assert fixed_num_guesses(num) % 2 == 0
+        assert 2 <= fixed_num_guesses(num) <= num
 
 
 def test_clopper_pearson_contains_the_truth_and_meets_scipy():
     for successes, trials in ((0, 20), (3, 20), (20, 20)):
         expected = stats.binomtest(successes, trials).proportion_ci(0.95)
         assert clopper_pearson(successes, trials) == pytest.approx((expected.low, expected.high))
+    with pytest.raises(InputError, match="num_false_negatives = 5"):
+        largest_error_rates(0, 4, 5, 4, confidence=0.95)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +159,6 @@ def test_clopper_pearson_contains_the_truth_and_meets_scipy():
 def test_bad_scores_are_refused_by_name(scores, included, options, message):
     with pytest.raises(InputError, match=message):
         one_run_audit(scores, included, **options)
-
-
-def test_bad_counts_are_refused():
-    with pytest.raises(InputError, match="num_false_negatives = 5"):
-        largest_error_rates(0, 4, 5, 4, confidence=0.95)
 
 
 def test_a_bound_from_groups_is_of_one_record():
@@ -211,9 +211,3 @@ def test_what_cannot_be_combined_is_refused_by_name(changes, message):
         combined_audit([one, other])
     with pytest.raises(InputError, match="none to combine"):
         combined_audit([])
-
-
-def test_the_number_of_guesses_that_is_fixed_is_even_and_no_more_than_the_canaries():
-    for num in [*range(2, 40), 150, 1000, 5000]:
-        assert fixed_num_guesses(num) % 2 == 0
-        assert 2 <= fixed_num_guesses(num) <= num

@@ -30,6 +30,8 @@ def test_largest_remainder_is_hamiltons_apportionment():
     # Balinski and Young, Fair Representation: 10 seats for populations 4.3, 3.4, 2.3 give the largest remainder 0.4.
     assert _largest_remainder(np.array([4.3, 3.4, 2.3]), 10).tolist() == [4, 4, 2]
     assert _largest_remainder(np.array([2.0, 3.0]), 5).tolist() == [2, 3]
+    # Rounding each subsample of 5 alone would run out: 3 and 7 records give 1.5 and 3.5 each.
+    assert sorted(map(tuple, class_counts([3, 7], 5).tolist())) == [(1, 4), (2, 3)]
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(1, 40))
@@ -44,11 +46,6 @@ def test_every_count_is_a_floor_or_a_ceiling_and_no_class_runs_out(sizes, size):
         floor, rest = divmod(size * sizes[label], everything)
         assert set(column.tolist()) <= ({floor, floor + 1} if rest else {floor})
         assert column.sum() <= sizes[label]
-
-
-def test_rounding_each_subsample_alone_would_run_out():
-    """Two subsamples of 5 from 3 and 7 records: 1.5 and 3.5 each, so one gets 2 and 3, the other 1 and 4."""
-    assert sorted(map(tuple, class_counts([3, 7], 5).tolist())) == [(1, 4), (2, 3)]
 
 
 def test_subsamples_are_disjoint_and_the_rest_is_counted():
@@ -191,14 +188,11 @@ def test_planted_near_models_are_found_with_the_right_k(clustering, measure):
         assert "k of at least 2" not in statement(cluster, 0.05)
 
 
-def test_equal_models_recur_at_epsilon_0():
+def test_equal_models_recur_at_epsilon_0_and_no_two_models_near_is_said():
     vectors = np.full((3, 4), 0.1)
     for clustering in ("first-member", "complete"):
         (cluster,) = select(vectors, disjoint(3), epsilon=0.0, clustering=clustering)
         assert cluster.recurrence == cluster.anonymity.k == 3
-
-
-def test_no_two_models_near_is_said():
     (first, *_) = select(np.arange(5.0)[:, np.newaxis], disjoint(5), epsilon=0.05)
     assert first.recurrence == first.anonymity.k == 1
     assert not first.anonymity.holds

@@ -59,10 +59,7 @@ def test_the_derived_order_is_the_smallest_that_allows_95_percent_of_the_most(ep
     order = RenyiFilter.derived(epsilon, DELTA).order
     assert allowed[order] >= 0.95 * max(allowed.values())
     assert all(value < 0.95 * max(allowed.values()) for smaller, value in allowed.items() if smaller < order)
-
-
-def test_a_budget_that_no_order_can_keep_allows_nothing():
-    rule = RenyiFilter.derived(1e-4, 1e-9)
+    rule = RenyiFilter.derived(1e-4, 1e-9)  # a budget that no order can keep allows nothing
     assert rule.limit(1e-4, 1e-9) <= 0
     assert rule.remaining([], gaussian(1e5), epsilon=1e-4, delta=1e-9) == 0
 

@@ -98,9 +98,17 @@ def test_pld_bounds_are_never_below_the_exact_epsilon(monkeypatch):
     check(events, deltas, "pld", range(10), PLD_ROUNDING)
 
 
-def test_the_pld_bounds_are_nearly_exact_for_few_clients():
-    events, deltas = [event(0.01), event(0.2, 1.5, 4), event(1.0, 3.0, 4)], [1e-5, 1e-6, 1e-5]
-    bounds, exact = check(events, deltas, "pld", range(3), PLD_ROUNDING)
+@pytest.mark.parametrize(
+    ("events", "deltas"),
+    [
+        ([event(0.01), event(0.2, 1.5, 4), event(1.0, 3.0, 4)], [1e-5, 1e-6, 1e-5]),
+        ([event(0.5, 0.3, 100)], [1e-5]),
+        ([event(0.01, 1.0, 1000)], [1e-14]),  # of which rdp is the smaller bound, as for one client alone
+    ],
+    ids=["few", "large", "tiny delta"],
+)
+def test_the_pld_bounds_are_nearly_exact_for_few_clients(events, deltas):
+    bounds, exact = check(events, deltas, "pld", range(len(events)), PLD_ROUNDING)
     assert bounds == pytest.approx(exact, rel=1e-3)
 
 
@@ -110,12 +118,6 @@ def test_a_coarse_discretization_bounds_the_fine_one_from_above():
         fine, coarse = (total_loss([event(q, 1.0, 30)], h).get_epsilon_for_delta(1e-5) for h in (1e-4, interval))
         assert interval > 1e-4
         assert fine <= coarse <= fine * 1.005
-
-
-@pytest.mark.parametrize(("client", "delta"), [(event(0.5, 0.3, 100), 1e-5), (event(0.01, 1.0, 1000), 1e-14)])
-def test_of_pld_and_rdp_the_smaller_bound_counts_as_for_one_client_alone(client, delta):
-    bounds, exact = check([client], [delta], "pld", [0], PLD_ROUNDING)
-    assert bounds == pytest.approx(exact, rel=1e-3)
 
 
 def test_two_processes_give_the_same_bounds_as_one():

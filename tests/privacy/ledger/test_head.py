@@ -93,8 +93,7 @@ CRASHES = """
 import json, os, signal, sys
 from pathlib import Path
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.privacy.ledger.reader import reading, verify_with_head
-from tests.privacy.ledger.test_ledger import charge_for
+from tests.privacy.ledger.test_ledger import charge_for, checked
 
 def die_at(instant):
     calls = 0
@@ -134,8 +133,7 @@ while not results or results[-1][0] != "rce":
         if ledger.data_set() is None:
             ledger.register("0", 100, 1e-5)
         ledger.charge([charge_for(ledger.data_set().id, 7)])
-    with reading(path) as db:
-        verify_with_head(db, path)
+    checked(path)
     copy = path.with_name("copy")
     if copy.exists():
         with Ledger(copy):

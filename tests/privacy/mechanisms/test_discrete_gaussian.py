@@ -283,12 +283,9 @@ def test_the_charge_for_a_sum_is_never_below_the_exact_cost_of_the_convolution(s
     assert charged(too_much, *rest) < exact
 
 
-def test_the_lemmas_bound_is_less_than_3e_77_a_coordinate():
+def test_the_lemmas_bound_is_less_than_3e_77_a_coordinate_and_the_common_share_charges_no_more_than_it_allows():
     # 18 pi^2 = 177.65288 and 177.65288 / ln 10 = 77.15366, so 4 * 10^-77.15366 = 2.8079e-77.
     assert 4 * math.exp(-2 * math.pi**2 * _ROUNDING_VARIANCE) == pytest.approx(2.808e-77, rel=1e-3)
-
-
-def test_the_common_share_charges_no_more_than_the_lemma_allows():
     for sigma in [MIN_STDDEV, MIN_STDDEV * 1.001, 2.0**14, 2.0**28]:
         assert CHARGED_SHARE * sigma <= charged_stddev(sigma) * (1 + 1e-15)
     small = 0.99 * MIN_STDDEV
