@@ -133,7 +133,11 @@ def test_one_holder_is_a_sample_with_gaussian_noise():
 
 @pytest.mark.parametrize(
     ("noise", "moves", "coins"),
-    [(1.0, (1.0, 1.0), (0.01, 0.01)), (1.5, (1.0, 2.5), (0.3, 0.05)), (2.0, (1.0, 0.5, 1.0), (0.2, 0.9, 1.0))],
+    [
+        (1.0, (1.0, 1.0), (0.01, 0.01)),
+        pytest.param(1.5, (1.0, 2.5), (0.3, 0.05), marks=pytest.mark.slow),
+        (2.0, (1.0, 0.5, 1.0), (0.2, 0.9, 1.0)),
+    ],
 )
 def test_delta_is_that_of_the_mixture_on_a_grid(noise, moves, coins):
     x, step = np.linspace(-9 * noise, sum(moves) + 9 * noise, 100_001, retstep=True)

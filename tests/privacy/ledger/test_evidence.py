@@ -185,7 +185,7 @@ def test_the_verifier_is_one_short_file_that_imports_nothing_of_ours_and_runs_al
     assert found.stdout.splitlines()[-1] == "0 NOT CONFIRMED"
 
 
-@pytest.mark.parametrize("rule", ["renyi", "gaussian", "plan"])
+@pytest.mark.parametrize("rule", ["renyi", "gaussian", *slow("plan")])
 def test_the_share_of_a_budget_is_confirmed_for_every_rule_and_a_spent_one_is_named(rule, tmp_path):
     event, delta = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.5), 1e-5
     plan = CommittedPlan.of([event.with_count(6)], delta * (1 - 1e-9))
