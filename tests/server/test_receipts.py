@@ -7,51 +7,31 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.errors import LedgerError
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.kinds import Registration
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog, from_text
 from server.round import Receipts
+from tests.server.parts import nodes_of, registered
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
-EVENT = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)
-
 
 @pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "nodes").mkdir()
-    for client in (0, 1):
-        keys.make_key_pair(tmp_path / f"key-{client}")
-        (tmp_path / "nodes" / f"{client}.pub").write_text(keys.public_line(tmp_path / f"key-{client}") + "\n")
-    return tmp_path
+def folder(node_keys):
+    return node_keys.parent
 
 
 def chain(folder, num: int, *, client: int = 0, run: str = "run") -> list[Receipt]:
-    links = [Receipt(data_set=f"data of {client}")]
+    links = [Receipt(data_set=f"d{client}")]
     for round_ in range(1, num + 1):
-        link = Receipt(
-            data_set=links[0].data_set, counter=round_, previous=links[-1].digest, run=run, client="0", round=round_
-        )
-        links.append(link)
+        place = {"counter": round_, "previous": links[-1].digest, "run": run, "client": "0", "round": round_}
+        links.append(Receipt(data_set=links[0].data_set, **place))
     return [link.signed(folder / f"key-{client}") for link in links]
 
 
-def receipts(folder, *, registered: str = "", node_keys: bool = True) -> Receipts:
+def receipts(folder, *, registers: str = "", node_keys: bool = True) -> Receipts:
     config = parse({"node_keys": str(folder / "nodes") if node_keys else "", "ledger": str(folder / "ledger.sqlite")})
-    nodes = {
-        client: (
-            7 + client,
-            Registration(
-                client=client,
-                num_records=40,
-                name="n",
-                data_set=f"data of {client}",
-                receipt=registered if client == 0 else "",
-            ),
-        )
-        for client in (0, 1)
-    }
+    one, other = registered({0: 40, 1: 40})
+    nodes = nodes_of([replace(one, receipt=registers), other])
     return Receipts.of(config, folder / "runs" / "first", nodes)
 
 
@@ -63,9 +43,14 @@ def test_the_newest_is_shown_to_its_node_in_this_run_and_the_next(folder):
         first.take(0, link.text())
     assert from_text(first.shown_to(0)[kinds.RECEIPT]) == links[3]
     assert first.shown_to(1) == {}
-    again = receipts(folder, registered=links[2].text())
+    again = receipts(folder, registers=links[2].text())
     assert from_text(again.shown_to(0)[kinds.RECEIPT]) == links[3], "a node that was restored registers with less"
     assert list(ReceiptLog(folder / "ledger.sqlite.receipts").read()) == [links[1], links[3]]
+
+
+def test_a_registration_brings_the_first(folder):
+    (begin,) = chain(folder, 0)
+    assert from_text(receipts(folder, registers=begin.text()).shown_to(0)[kinds.RECEIPT]) == begin
 
 
 def test_what_a_key_signed_that_was_exchanged_is_shown_until_the_new_one_has_signed_as_much(folder):
@@ -78,24 +63,19 @@ def test_what_a_key_signed_that_was_exchanged_is_shown_until_the_new_one_has_sig
     (folder / "nodes" / "0.pub").write_text(keys.public_line(folder / "key-0"))
     (folder / "nodes" / "0.earlier").write_text(old)
     after = chain(folder, 4)
-    restored = receipts(folder, registered=after[2].text())
+    restored = receipts(folder, registers=after[2].text())
     assert from_text(restored.shown_to(0)[kinds.RECEIPT]) == before[3]
-    whole = receipts(folder, registered=after[3].text())
+    whole = receipts(folder, registers=after[3].text())
     assert from_text(whole.shown_to(0)[kinds.RECEIPT]) == after[3]
     whole.take(0, replace(after[4]).signed(folder / "old").text())
     assert from_text(whole.shown_to(0)[kinds.RECEIPT]) == after[3], "the old key signs nothing new"
     assert from_text(receipts(folder).shown_to(0)[kinds.RECEIPT]) == after[3]
 
 
-def test_a_registration_brings_the_first(folder):
-    (begin,) = chain(folder, 0)
-    assert from_text(receipts(folder, registered=begin.text()).shown_to(0)[kinds.RECEIPT]) == begin
-
-
 def test_only_what_the_nodes_registered_key_signed_of_its_data_set_is_kept(folder, caplog):
     kept, own, other = receipts(folder), chain(folder, 2), chain(folder, 9, client=1)
     kept.take(0, own[1].text())
-    foreign = replace(own[2], counter=9, data_set="data of 1").signed(folder / "key-0")
+    foreign = replace(own[2], counter=9, data_set="d1").signed(folder / "key-0")
     for link in (
         replace(own[2], counter=9),
         replace(own[2], counter=9, signature=""),

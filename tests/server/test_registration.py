@@ -14,6 +14,7 @@ from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
 from server.exchange import set_message_id
 from server.registration import read_registration, register_nodes
+from tests.server.parts import signed
 from tests.wire import answered, asked
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
@@ -22,22 +23,6 @@ pytestmark = pytest.mark.usefixtures("as_a_task")
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch):
     monkeypatch.setattr("server.registration._POLL_SECONDS", 0.02)
-
-
-@pytest.fixture
-def node_keys(tmp_path):
-    """A folder with the public keys of nodes 0 and 1; the private ones are beside it."""
-    folder = tmp_path / "nodes"
-    folder.mkdir()
-    for client in range(2):
-        keys.make_key_pair(tmp_path / f"key-{client}")
-        (folder / f"{client}.pub").write_text(keys.public_line(tmp_path / f"key-{client}") + "\n")
-    return folder
-
-
-def signed(registration: Registration, key, **changes: object) -> Registration:
-    stated = replace(registration, **({"identity": keys.public_line(key)} | changes))
-    return replace(stated, signature=keys.sign(key, stated.signed))
 
 
 def reply_with(registration: Registration, message: Message | None = None) -> Message:
@@ -60,7 +45,7 @@ def test_a_signed_registration_is_taken(node_keys, tmp_path):
         ({"num_records": 41}, "not signed with 0.pub"),
         ({"data_set": "other"}, "not signed with 0.pub"),
         ({"client": 1}, "not signed with 1.pub"),
-        ({"client": 2}, "no key 2.pub among node_keys"),
+        ({"client": 3}, "no key 3.pub among node_keys"),
         ({"signature": ""}, "not signed with 0.pub"),
         (
             {"software": "fedpriv 0.0.9"},
@@ -98,41 +83,6 @@ def test_an_error_or_an_empty_reply_takes_no_part():
         read_registration(Message(RecordDict(), reply_to=message), None)
 
 
-def lies(kind: str, tmp_path) -> str:
-    """An identity that is not the one of the node that names it."""
-    if kind == "another's":
-        return keys.public_line(tmp_path / "key-0")
-    return {"nonsense": "nonsense", "none": "", "with a comment": f"{keys.public_line(tmp_path / 'key-1')} me"}[kind]
-
-
-@pytest.mark.parametrize("admitted", [True, False])
-@pytest.mark.parametrize("kind", ["another's", "nonsense", "none", "with a comment"])
-def test_a_node_that_lies_about_its_identity_is_left_out_by_name_and_stops_nobody(
-    node_keys, tmp_path, caplog, kind, admitted
-):
-    """Terms with such an identity would be none, and no sum would ever begin."""
-    keys.make_key_pair(tmp_path / "key-2")
-    (node_keys / "2.pub").write_text(keys.public_line(tmp_path / "key-2"))
-    liar = signed(replace(NODE, client=1), tmp_path / "key-1", identity=lies(kind, tmp_path))
-    honest = {client: signed(replace(NODE, client=client), tmp_path / f"key-{client}") for client in (0, 2)}
-    nodes = Nodes([honest[0], liar, honest[2]])
-    folder = node_keys if admitted else None
-    registered = register_nodes(nodes, num_expected=3, wait=0.5, node_keys=folder, secure_aggregation=True)
-    assert list(registered) == [0, 2]
-    assert "does not take part: partition-id = 1: " in caplog.text
-    for client, (_, node) in registered.items():
-        Participant(client=client, identity=node.identity, num_records=40, sampling_probability=1.0, scale=1.0)
-
-
-def test_of_two_nodes_with_one_identity_the_second_is_left_out_by_name(node_keys, tmp_path, caplog):
-    """Its own key may be admitted twice in a folder that somebody made by hand."""
-    (node_keys / "1.pub").write_text(keys.public_line(tmp_path / "key-0"))
-    nodes = Nodes([signed(replace(NODE, client=client), tmp_path / "key-0") for client in (0, 1)])
-    registered = register_nodes(nodes, num_expected=2, wait=0.5, node_keys=node_keys, secure_aggregation=True)
-    assert list(registered) == [0]
-    assert "partition-id = 1: its identity is that of partition 0" in caplog.text
-
-
 class Nodes:
     """Nodes that answer with what they are told to, link errors first; more of them connect with every look."""
 
@@ -165,6 +115,49 @@ class Nodes:
         return asked
 
 
+def in_sum(nodes: Nodes, node_keys) -> dict[int, tuple[int, Registration]]:
+    """Who of three takes part in sums, once all have been looked at."""
+    return register_nodes(
+        nodes,
+        num_expected=3,
+        wait=600,
+        node_keys=node_keys,
+        secure_aggregation=True,
+        goes_on=lambda: nodes.looks > 3,
+    )
+
+
+def of_client(client: int, tmp_path) -> Registration:
+    return signed(NODE, tmp_path / f"key-{client}", client=client)
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+@pytest.mark.parametrize("kind", ["another's", "nonsense", "none", "with a comment"])
+def test_a_node_that_lies_about_its_identity_is_left_out_by_name_and_stops_nobody(
+    node_keys, tmp_path, caplog, kind, admitted
+):
+    """Terms with such an identity would be none, and no sum would ever begin."""
+    own = keys.public_line(tmp_path / "key-1")
+    lie = {"another's": keys.public_line(tmp_path / "key-0"), "with a comment": f"{own} me", "none": ""}.get(kind, kind)
+    honest = [of_client(client, tmp_path) for client in range(3)]
+    nodes = Nodes([honest[0], signed(honest[1], tmp_path / "key-1", identity=lie), honest[2]])
+    folder = node_keys if admitted else None
+    registered = in_sum(nodes, folder)
+    assert list(registered) == [0, 2]
+    assert "does not take part: partition-id = 1: " in caplog.text
+    for client, (_, node) in registered.items():
+        Participant(client=client, identity=node.identity, num_records=40, sampling_probability=1.0, scale=1.0)
+
+
+def test_of_two_nodes_with_one_identity_the_second_is_left_out_by_name(node_keys, tmp_path, caplog):
+    """Its own key may be admitted twice in a folder that somebody made by hand."""
+    (node_keys / "1.pub").write_text(keys.public_line(tmp_path / "key-0"))
+    nodes = Nodes([signed(NODE, tmp_path / "key-0", client=client) for client in (0, 1)])
+    registered = in_sum(nodes, node_keys)
+    assert list(registered) == [0]
+    assert "partition-id = 1: its identity is that of partition 0" in caplog.text
+
+
 def test_a_node_that_the_link_gave_up_on_is_asked_again_once_it_is_back(caplog):
     registered = register_nodes(Nodes([NODE, replace(NODE, client=1)], gone={1}), num_expected=2, wait=30)
     assert list(registered) == [0, 1]
@@ -178,19 +171,17 @@ def test_late_nodes_are_asked_and_refused_ones_do_not_count():
 
 
 def test_after_the_wait_the_run_goes_on_with_those_that_are_there(caplog):
-    registered = register_nodes(Nodes([NODE]), num_expected=3, wait=0.5)
+    registered = register_nodes(Nodes([NODE]), num_expected=3, wait=0.1)
     assert list(registered) == [0]
     assert "1 of 3 nodes registered" in caplog.text
     with pytest.raises(InputError, match="none of which can take part"):
-        register_nodes(Nodes([Error(100, "refused")]), num_expected=1, wait=0.5)
+        register_nodes(Nodes([Error(100, "refused")]), num_expected=1, wait=0.1)
 
 
 def test_a_node_that_left_is_not_waited_for(node_keys, tmp_path):
     """Partition 1 has no key any more; with 60 s to wait for it the test would take as long."""
     (node_keys / "1.pub").unlink()
-    keys.make_key_pair(tmp_path / "key-2")
-    (node_keys / "2.pub").write_text(keys.public_line(tmp_path / "key-2"))
-    stayed = [signed(replace(NODE, client=client), tmp_path / f"key-{client}") for client in (0, 2)]
+    stayed = [of_client(client, tmp_path) for client in (0, 2)]
     began = time.monotonic()
     assert list(register_nodes(Nodes(stayed), num_expected=3, wait=60, node_keys=node_keys)) == [0, 2]
     assert time.monotonic() - began < 30

@@ -13,45 +13,24 @@ from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import Response
-from fedpriv.holder.wire.kinds import Registration, UploadRelease
-from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.holder.wire.kinds import UploadRelease
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger.ledger import Ledger
-from server.bookkeeping import Books
 from server.exchange import MalformedError, read_reply, set_message_id
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import SERVER_NODE_ID
+from tests.server.parts import ADAPTER, nodes_of, registered, strategy_of
 from tests.wire import answered, arrays_of, request_in, response_in, with_body
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
 SIZES = {0: 600, 1: 300, 2: 100}
-ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 
 
 def make_strategy(on_round=lambda *_: None, ledger=None, resumed_after=None, **changes) -> RuleStrategy:
     config = parse({"rounds": 2, "batch_size": 10, "noise_multiplier": 1.0, **changes})
-    nodes = {
-        client: (100 + client, Registration(client=client, num_records=n, name="", data_set=f"d{client}"))
-        for client, n in SIZES.items()
-    }
-    return RuleStrategy(
-        config,
-        nodes,
-        books=Books(
-            config,
-            "run",
-            [each for _, each in nodes.values()],
-            initial=ADAPTER,
-            ledger=ledger,
-            resumed_after=resumed_after,
-        ),
-        run="run",
-        initial=ADAPTER,
-        evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),
-        on_round=on_round,
-    )
+    return strategy_of(config, nodes_of(registered(SIZES)), ledger, resumed_after, on_round=on_round)
 
 
 def ask(strategy: RuleStrategy, round_: int = 1) -> list[Message]:
@@ -66,26 +45,24 @@ def answer(strategy: RuleStrategy, message: Message, value: float, *, adapter=No
     return answered(message, kinds.pack(UploadRelease(**{**honest, **claims})), arrays=arrays)
 
 
+def next_model(strategy: RuleStrategy, *replies: Message) -> list[float]:
+    """The values of B after the first round with these replies."""
+    arrays, _ = strategy.aggregate_train(1, replies)
+    return arrays.to_torch_state_dict()["B"].tolist()
+
+
 def test_average_is_weighted_by_registered_sizes_in_any_order_of_arrival():
     strategy = make_strategy()
     replies = [answer(strategy, message, value) for message, value in zip(ask(strategy), (1.0, 2.0, 4.0), strict=True)]
-    arrays, _ = strategy.aggregate_train(1, reversed(replies))
-    assert arrays.to_torch_state_dict()["A"].flatten().tolist() == pytest.approx([1.6] * 6)
+    assert next_model(strategy, *reversed(replies)) == pytest.approx([1.6] * 4)
 
 
-def test_weights_are_renormalised_over_those_who_answered():
-    strategy = make_strategy()
-    messages = ask(strategy)
-    replies = [answer(strategy, messages[0], 1.0), answer(strategy, messages[2], 8.0)]
-    arrays, _ = strategy.aggregate_train(1, replies)
-    assert arrays.to_torch_state_dict()["B"].tolist() == pytest.approx([2.0] * 4)
-
-
-def test_everyone_who_was_asked_is_charged_even_without_a_reply():
+def test_weights_are_renormalised_over_those_who_answered_and_everyone_who_was_asked_is_charged():
     strategy = make_strategy()
     messages = ask(strategy)
     error = Message(Error(101, "training failed"), reply_to=messages[1])
-    strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0), error])
+    replies = [answer(strategy, messages[0], 1.0), error, answer(strategy, messages[2], 8.0)]
+    assert next_model(strategy, *replies) == pytest.approx([2.0] * 4)
     assert [strategy.books.accounts.num_releases(client) for client in SIZES] == [1, 1, 1]
 
 
@@ -158,40 +135,50 @@ def test_a_pull_that_outlasts_the_deadline_costs_nobody_else_the_round():
     assert [client.status for client in seen[1]] == ["ok"] * 3
 
 
-def test_a_round_ends_at_its_deadline_and_what_comes_later_is_counted_and_discarded():
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_round_ends_at_its_deadline_and_what_comes_later_or_twice_is_counted_and_discarded(times):
     seen = []
     strategy = make_strategy(on_round=lambda row, clients: seen.append((row, clients)))
+
+    class Repeating(SlowGrid):
+        def pull_messages(self, message_ids):
+            return sorted(
+                super().pull_messages(message_ids) * times, key=lambda each: each.metadata.reply_to_message_id
+            )
 
     def answers(message):
         round_ = request_in(message).fields["round"]
         late = message.metadata.dst_node_id == 101 and round_ == 1
         return answer(strategy, message, 9.0 if late else float(round_), round=round_), 2 if late else 0
 
-    strategy.start(SlowGrid(answers), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
+    strategy.start(Repeating(answers), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
     assert [row.num_late for row, _ in seen] == [0, 0, 1]
     assert [row.num_replies for row, _ in seen] == [0, 2, 3]
     assert [client.status for client in seen[1][1]] == ["ok", "no reply", "ok"]
+    assert [client.status for client in seen[2][1]] == ["ok", "ok", "ok"], "its client pays nothing for it"
     assert strategy.model.adapter["B"].tolist() == [2.0] * 4
     assert strategy.books.accounts.num_releases(1) == 2
 
 
 def test_an_error_that_the_link_sends_in_its_own_name_counts_for_the_client_it_is_about():
-    strategy = make_strategy()
-    messages = ask(strategy)
-    for message in messages:
-        set_message_id(message, f"m{message.metadata.dst_node_id}")
-    error = Message(Error(3, "the node went away\nTraceback: x"), reply_to=messages[1])
-    error.metadata.__dict__["_src_node_id"] = 1
-    strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0), error])
-    assert [row.status for row in strategy._rows] == ["ok", "failed", "no reply"]
-    assert strategy._rows[1].detail == "the node went away Traceback: x"
-
-
-def test_a_round_with_too_few_asks_others_and_charges_all(monkeypatch):
     seen = []
-    strategy = make_strategy(
-        min_clients=1, clients_per_round=1, on_round=lambda row, clients: seen.append((row, clients))
-    )
+    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
+
+    def answers(message):
+        if message.metadata.dst_node_id != 101:
+            return answer(strategy, message, 1.0), 0
+        error = Message(Error(3, "the node went away\nTraceback: x"), reply_to=message)
+        error.metadata.__dict__["_src_node_id"] = SERVER_NODE_ID
+        return error, 0
+
+    strategy.start(SlowGrid(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=0)
+    assert [client.status for client in seen[1]] == ["ok", "failed", "ok"]
+    assert seen[1][1].detail == "the node went away Traceback: x"
+
+
+def test_a_round_with_too_few_asks_others_and_charges_all():
+    seen = []
+    strategy = make_strategy(min_clients=1, clients_per_round=1, on_round=lambda _, clients: seen.append(clients))
     first = strategy.select(1)
 
     def answers(message):
@@ -202,7 +189,7 @@ def test_a_round_with_too_few_asks_others_and_charges_all(monkeypatch):
     strategy.start(grid, ArrayRecord(ADAPTER), num_rounds=1, timeout=0)
     assert grid.asked[0] == first[0]
     assert len(grid.asked) == len(set(grid.asked)) == 2
-    assert [client.status for client in seen[1][1]] == ["no reply", "ok"]
+    assert [client.status for client in seen[1]] == ["no reply", "ok"]
     assert [strategy.books.accounts.num_releases(client) for client in grid.asked] == [1, 1]
     assert strategy.model.adapter["B"].tolist() == [3.0] * 4
 
@@ -239,53 +226,36 @@ def test_clients_are_chosen_by_partition_id_alone():
     assert all(len(set(clients)) == 2 for clients in chosen)
 
 
-BAD_BODIES = {
-    "lying header": lambda body: body.replace(b"[2,3]", b"[999]"),
-    "garbage": lambda body: b"\x80pickle",
-}
+def changed_adapter(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in {**ADAPTER, **changes}.items() if tensor is not None}
 
 
-def bad_arrays(case: str) -> dict[str, torch.Tensor]:
-    good = {name: tensor.clone() for name, tensor in ADAPTER.items()}
-    match case:
-        case "nan":
-            good["A"][0, 0] = math.nan
-        case "infinity":
-            good["B"][0] = math.inf
-        case "shape":
-            good["A"] = torch.zeros(3, 2)
-        case "dtype":
-            good["A"] = good["A"].double()
-        case "missing":
-            del good["B"]
-        case "extra":
-            good["C"] = torch.zeros(1)
-    return good
+NO_NUMBER = torch.tensor([[math.nan, 0, 0], [0, 0, 0]])
+INFINITY = torch.tensor([math.inf, 0, 0, 0])
 
 
 @pytest.mark.parametrize(
-    ("case", "named"),
+    ("bad", "named"),
     [
-        ("nan", "A: holds NaN"),
-        ("infinity", "B: holds NaN or infinity"),
-        ("shape", r"A: float32 \(3, 2\), not float32 \(2, 3\)"),
-        ("dtype", r"A: float64 \(2, 3\), not float32"),
-        ("missing", "missing tensors: B"),
-        ("extra", "extra tensors: C"),
-        ("lying header", "malformed reply: frame: its arrays are not safetensors"),
-        ("garbage", "malformed reply"),
+        ({"A": NO_NUMBER}, "A: holds NaN"),
+        ({"B": INFINITY}, "B: holds NaN or infinity"),
+        ({"A": torch.zeros(3, 2)}, r"A: float32 \(3, 2\), not float32 \(2, 3\)"),
+        ({"A": ADAPTER["A"].double()}, r"A: float64 \(2, 3\), not float32"),
+        ({"B": None}, "missing tensors: B"),
+        ({"C": torch.zeros(1)}, "extra tensors: C"),
+        (lambda body: body.replace(b"[2,3]", b"[999]"), "malformed reply: frame: its arrays are not safetensors"),
+        (lambda body: b"\x80pickle", "malformed reply"),
     ],
 )
-def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(case, named):
+def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(bad, named):
     strategy = make_strategy()
     messages = ask(strategy)
-    bad = answer(strategy, messages[1], 0.0, adapter=bad_arrays(case))
-    if case in BAD_BODIES:
-        bad = message_of(Response(with_body(response_in(bad).frame, BAD_BODIES[case])), messages[1])
+    reply = answer(strategy, messages[1], 0.0, adapter=None if callable(bad) else changed_adapter(**bad))
+    if callable(bad):
+        reply = message_of(Response(with_body(response_in(reply).frame, bad)), messages[1])
     with pytest.raises(MalformedError, match=named):
-        read_reply(bad, strategy._expected_reply(1))
-    arrays, _ = strategy.aggregate_train(1, [answer(strategy, messages[0], 3.0), bad])
-    assert arrays.to_torch_state_dict()["B"].tolist() == pytest.approx([3.0] * 4)
+        read_reply(reply, strategy._expected_reply(1))
+    assert next_model(strategy, answer(strategy, messages[0], 3.0), reply) == pytest.approx([3.0] * 4)
     row = strategy._rows[1]
     assert (row.client, row.status) == (1, "malformed")
     assert re.search(named, row.detail)
@@ -296,21 +266,23 @@ def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(
     [
         ({"round": 2}, "reply of round 2 in round 1"),
         ({"event": SubsampledGaussian(noise_multiplier=9.0, sampling_probability=0.1)}, "the instruction costs"),
+        ({"event": SubsampledGaussian(noise_multiplier=50.0, sampling_probability=1e-6)}, "the instruction costs"),
         ({"num_records": 10**6}, "reply claims N_k = 1000000, registered is 600"),
         ({"silent": True}, "silent, though it was not asked"),
+        (None, "malformed reply"),
     ],
 )
-def test_reply_that_claims_something_else_is_refused_by_name(claims, named):
+def test_reply_that_claims_something_else_or_nothing_is_refused_by_name(claims, named):
     strategy = make_strategy()
+    message = ask(strategy)[0]
+    reply = answered(message, arrays={kinds.ADAPTER: arrays_of(ADAPTER)})
+    if claims is not None:
+        reply = answer(strategy, message, 1.0, **claims)
     with pytest.raises(MalformedError, match=named):
-        read_reply(answer(strategy, ask(strategy)[0], 1.0, **claims), strategy._expected_reply(0))
-
-
-def test_reply_without_a_release_is_refused():
-    strategy = make_strategy()
-    reply = answered(ask(strategy)[0], arrays={kinds.ADAPTER: arrays_of(ADAPTER)})
-    with pytest.raises(MalformedError, match="malformed reply"):
         read_reply(reply, strategy._expected_reply(0))
+    strategy.aggregate_train(1, [reply])
+    assert strategy._rows[0].status == "malformed"
+    assert re.search(named, strategy._rows[0].detail)
 
 
 def test_update_beyond_the_norm_bound_is_refused_and_one_at_the_bound_is_not():
@@ -326,62 +298,25 @@ def test_update_beyond_the_norm_bound_is_refused_and_one_at_the_bound_is_not():
 def test_only_the_first_reply_of_a_client_counts():
     strategy = make_strategy()
     messages = ask(strategy)
-    replies = [answer(strategy, messages[0], 1.0), answer(strategy, messages[0], math.nan)]
-    arrays, _ = strategy.aggregate_train(1, replies)
-    assert arrays.to_torch_state_dict()["B"].tolist() == [1.0] * 4
+    assert (
+        next_model(strategy, answer(strategy, messages[0], 1.0), answer(strategy, messages[0], math.nan)) == [1.0] * 4
+    )
     assert strategy._rows[0].status == "ok"
 
 
-def test_silent_clients_are_sound_and_weigh_nothing():
+@pytest.mark.parametrize(
+    ("loud", "expected", "statuses"),
+    [([5.0], 5.0, ["ok", "silent", "silent"]), ([], 1.0, ["silent", "silent", "silent"])],
+    ids=["two", "all"],
+)
+def test_silent_clients_are_sound_and_weigh_nothing_and_if_all_are_the_model_stays(loud, expected, statuses):
     strategy = make_strategy(aggregation="cmfl", min_clients=3)
-    messages = ask(strategy)
-    strategy.aggregate_train(1, [answer(strategy, message, 1.0) for message in messages])
-    messages = list(strategy.configure_train(2, ArrayRecord(strategy.model.adapter), ConfigRecord(), None))
-    replies = [answer(strategy, messages[0], 5.0, round=2)]
-    replies += [answer(strategy, message, 0.0, round=2, silent=True) for message in messages[1:]]
-    arrays, _ = strategy.aggregate_train(2, replies)
-    assert arrays.to_torch_state_dict()["B"].tolist() == [5.0] * 4
-    assert [row.status for row in strategy._rows] == ["ok", "silent", "silent"]
-    assert [strategy.books.accounts.num_releases(client) for client in SIZES] == [2, 2, 2]
-    assert strategy._rows[1].bytes_up < strategy._rows[0].bytes_up
-
-
-def test_a_round_in_which_all_are_silent_leaves_the_model_as_it_is():
-    strategy = make_strategy(aggregation="cmfl")
     strategy.aggregate_train(1, [answer(strategy, message, 1.0) for message in ask(strategy)])
     messages = list(strategy.configure_train(2, ArrayRecord(strategy.model.adapter), ConfigRecord(), None))
-    arrays, _ = strategy.aggregate_train(2, [answer(strategy, m, 0.0, round=2, silent=True) for m in messages])
-    assert arrays.to_torch_state_dict()["A"].flatten().tolist() == [1.0] * 6
-
-
-def test_in_a_whole_round_an_error_in_the_links_own_name_counts_for_the_client_it_is_about() -> None:
-    seen = []
-    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
-
-    def answers(message: Message) -> tuple[Message, int]:
-        if message.metadata.dst_node_id != 101:
-            return answer(strategy, message, 1.0), 0
-        error = Message(Error(3, "the node went away"), reply_to=message)
-        error.metadata.__dict__["_src_node_id"] = SERVER_NODE_ID
-        return error, 0
-
-    strategy.start(SlowGrid(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=0)
-    assert [client.status for client in seen[1]] == ["ok", "failed", "ok"]
-
-
-def test_a_late_reply_that_comes_twice_costs_its_client_nothing() -> None:
-    seen = []
-    strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
-
-    class Repeating(SlowGrid):
-        def pull_messages(self, message_ids: set[str]) -> list[Message]:
-            return sorted(super().pull_messages(message_ids) * 2, key=lambda reply: reply.metadata.reply_to_message_id)
-
-    def answers(message: Message) -> tuple[Message, int]:
-        round_ = request_in(message).fields["round"]
-        late = message.metadata.dst_node_id == 101 and round_ == 1
-        return answer(strategy, message, 1.0, round=round_), 2 if late else 0
-
-    strategy.start(Repeating(answers), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
-    assert [client.status for client in seen[1]] == ["ok", "no reply", "ok"]
-    assert [client.status for client in seen[2]] == ["ok", "ok", "ok"]
+    replies = [answer(strategy, message, value, round=2) for message, value in zip(messages, loud, strict=False)]
+    replies += [answer(strategy, message, 0.0, round=2, silent=True) for message in messages[len(loud) :]]
+    arrays, _ = strategy.aggregate_train(2, replies)
+    assert arrays.to_torch_state_dict()["B"].tolist() == [expected] * 4
+    assert [row.status for row in strategy._rows] == statuses
+    assert [strategy.books.accounts.num_releases(client) for client in SIZES] == [2, 2, 2]
+    assert not loud or strategy._rows[1].bytes_up < strategy._rows[0].bytes_up

@@ -14,7 +14,6 @@ from fedpriv.holder.sums import TooFewError, make_identity
 from fedpriv.holder.vault import _summed
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import CONFIRM, REGISTER, SHARE
-from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training._coordinates import Coordinates
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.rounds import mean_of_sum
@@ -22,20 +21,18 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.mechanisms.discrete_gaussian import integers
 from fedpriv.runs.plan.preflight import check_clients
-from server.bookkeeping import Books
 from server.exchange import set_message_id
-from server.observer import LogObserver
 from server.round import client_rows
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.grid import LocalGrid
+from tests.server.parts import ADAPTER, nodes_of, registered, rounds_charged, run, strategy_of
 from tests.wire import request_in
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
 SIZES = {0: 600, 1: 300, 2: 100, 3: 200}
 LAST_NODE_ID = 5
-ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 VALUES = {
     **{"rounds": 1, "num_clients": 4, "batch_size": 10, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1},
     **{"noise_multiplier": 4.0, "secure_aggregation": True, "min_clients": 3},
@@ -44,21 +41,9 @@ VALUES = {
 
 @pytest.fixture
 def strategy(tmp_path):
-    config = parse(VALUES)
-    registered = {
-        k: Registration(client=k, num_records=n, name="", data_set=f"d{k}", identity=make_identity().public_line)
-        for k, n in SIZES.items()
-    }
+    nodes = nodes_of([replace(each, identity=make_identity().public_line) for each in registered(SIZES)])
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        yield RuleStrategy(
-            config,
-            {client: (100 + client, registration) for client, registration in registered.items()},
-            books=Books(config, "run", list(registered.values()), initial=ADAPTER, ledger=ledger),
-            run="run",
-            initial=ADAPTER,
-            evaluate=lambda _: None,
-            on_round=lambda *_: None,
-        )
+        yield strategy_of(parse(VALUES), nodes, ledger, evaluate=lambda _: None)
 
 
 def ask(strategy: RuleStrategy) -> list[int]:
@@ -121,14 +106,10 @@ def test_a_node_that_leaves_a_later_question_of_each_sum_unanswered_is_skipped(
             return super().push_messages(arriving)
 
     monkeypatch.setattr(federation, "LocalGrid", Lossy)
-    out, secure = tmp_path / "run", {**VALUES, "secure_masks": True, "rounds": 4, "round_seconds": 0.1}
-    secure["client_column"] = ""
-    federation.run(parse({**small_run, **secure, "evaluate_every": 100, "out": str(out)}), LogObserver())
+    changes = {"client_column": "", "secure_masks": True, "rounds": 4, "round_seconds": 0.1, "evaluate_every": 100}
+    ledger = run({**small_run, **VALUES, **changes}, tmp_path / "run") / "ledger.sqlite"
     assert Lossy.asked == 2
-    with reading(out / "ledger.sqlite") as db:
-        found = [(int(e.client), e.round) for e in db.entries() if e.phase == "charged"]
-    assert [round_ for client, round_ in found if client == 3] == charged_in
-    assert [round_ for client, round_ in found if client == 0] == [1, 2, 3, 4]
+    assert (rounds_charged(ledger, 3), rounds_charged(ledger, 0)) == (charged_in, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(
@@ -162,9 +143,8 @@ def test_a_holder_reads_the_others_sum_off_the_next_model_and_each_has_paid_for_
 
     monkeypatch.setattr(_summed, "part_of", noted_part)
     monkeypatch.setattr(_summed.Part, "vector", noted_vector)
-    out, values = tmp_path / "run", {**small_run, **VALUES, "num_clients": 3}
-    config = parse({**values, "server_optimizer": "sgd", "rounds": 2, "out": str(out)})
-    federation.run(config, LogObserver())
+    values = {**small_run, **VALUES, "num_clients": 3, "server_optimizer": "sgd", "rounds": 2}
+    out, config = run(values, tmp_path / "run"), parse(values)
     part, _ = parts[1, 0]
     spec, terms, sizes = UpdateSpec.of(config), part.terms, {c: p.num_records for c, p in part.terms.by_client.items()}
     coordinates = Coordinates.of(spec, {name: tensor.shape for name, tensor in starts[1].items()})
@@ -177,8 +157,7 @@ def test_a_holder_reads_the_others_sum_off_the_next_model_and_each_has_paid_for_
     for reader in sizes:
         others = [client for client in sizes if client != reader]
         unknown = total - parts[1, reader][1] - sum(parts[1, client][1] for client in others)
-        assert np.abs(unknown).max() < 1e-5 * deviations[reader], (
-            "it has the others' sum, to the last digits of float32"
-        )
+        # It has the others' sum, to the last digits of float32.
+        assert np.abs(unknown).max() < 1e-5 * deviations[reader]
         for client in others:
             assert scales[client] * deviations[client] <= math.hypot(*(deviations[k] for k in others))

@@ -7,7 +7,6 @@ from collections import Counter
 from functools import cache
 
 import pytest
-import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
 from flwr.app import ArrayRecord, Error, Message
@@ -15,18 +14,17 @@ from flwr.app import ArrayRecord, Error, Message
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.kinds import Registration, UploadRelease
-from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.holder.wire.kinds import UploadRelease
 from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from tests.marks import slow
+from tests.server.parts import ADAPTER, nodes_of, registered, strategy_of
 from tests.server.test_strategy import SlowGrid
 from tests.wire import answered, arrays_of
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
-ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 SIZES = {0: 400, 1: 400, 2: 400, 3: 400, 4: 150, 5: 900}
 DELTA, NOISE, Q = 1e-5, 4.0, 0.25
 KEYS = {
@@ -43,10 +41,6 @@ KEYS = {
 
 def config_of(**changes: object) -> RunConfig:
     return parse(KEYS | changes)
-
-
-def registered() -> list[Registration]:
-    return [Registration(client=c, num_records=n, name="", data_set=f"d{c}") for c, n in SIZES.items()]
 
 
 def epsilon_by_dp_accounting(bars: list[float]) -> float:
@@ -74,15 +68,8 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
         {client: rho_bar of each round that it paid for}, the rows of every round, and the strategy.
     """
     rows: list[list] = []
-    strategy = RuleStrategy(
-        config,
-        {each.client: (100 + each.client, each) for each in registered()},
-        books=Books(config, "run", registered(), initial=ADAPTER),
-        run="run",
-        initial=ADAPTER,
-        evaluate=lambda _: Evaluation(accuracy=0.5, loss=1.0),
-        on_round=lambda row, clients: rows.append(clients),
-    )
+    nodes = nodes_of(registered(SIZES))
+    strategy = strategy_of(config, nodes, on_round=lambda row, clients: rows.append(clients))
     asked: Counter[int] = Counter()
 
     def replies(message: Message):
@@ -104,7 +91,7 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
     return bars, rows, strategy
 
 
-@pytest.mark.parametrize("num_rounds", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_rounds", [*slow(1), 2])
 @pytest.mark.parametrize("failing", [{1, 2}, *slow({1}, {2}, {1, 3}, set())], ids=str)
 def test_a_budget_on_rho_holds_in_rounds_that_ask_others(num_rounds, failing):
     """The budget is what some rounds of four equal clients cost and another one of two, but not one of three."""
@@ -133,7 +120,7 @@ def test_a_round_that_asks_others_retires_nobody_on_the_local_view():
 def test_a_crash_at_any_time_leaves_charges_that_no_round_exceeds(tmp_path, view):
     """The first two of a round are charged alone: whichever others join, what they really cost is no more."""
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        books = Books(config_of(privacy_view=view), "run", registered(), initial=ADAPTER, ledger=ledger)
+        books = Books(config_of(privacy_view=view), "run", registered(SIZES), initial=ADAPTER, ledger=ledger)
         books.charge(1, {0: "request", 5: "request"})
         first = {c: ledger.releases_of(f"d{c}", "run")[0][1].rho_bar for c in (0, 5)}
         books.charge(1, {4: "request", 1: "request"})

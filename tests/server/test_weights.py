@@ -1,35 +1,34 @@
 """Clients' weights in a round's sum, and the views under them: before the round its worst case, after it the record."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.holder.sums import make_identity
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.kinds import Registration, UploadRelease
+from fedpriv.holder.wire.kinds import UploadRelease
 from fedpriv.learning.aggregation._fedavg import weights_by_size
 from fedpriv.learning.training.noise_plan import view_scale
 from fedpriv.learning.training.rounds import RunSchedule, client_masses, record_weights
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
+from tests.server.parts import ADAPTER, nodes_of, registered, strategy_of
 from tests.wire import answered
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
 SIZES = {0: 400, 1: 100, 2: 225, 3: 900}
-ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 SUMS = {"secure_aggregation": True, "privacy_view": "aggregate", "min_clients": 3}
 PAPER = {"recipe": "per-sample", "local_steps": 1, "noise_multiplier": 1.5, "rounds": 2}
 
 
 def make(**changes) -> tuple[RunConfig, Books]:
     config = parse({**PAPER, **changes})
-    registered = [Registration(client=c, num_records=n, name="", data_set=f"d{c}") for c, n in SIZES.items()]
-    return config, Books(config, "run", registered, initial=ADAPTER)
+    return config, Books(config, "run", registered(SIZES), initial=ADAPTER)
 
 
 def settled(books: Books, uploads: list[int], asked: list[int] | None = None) -> None:
@@ -41,11 +40,11 @@ def settled(books: Books, uploads: list[int], asked: list[int] | None = None) ->
     ("changes", "power"),
     [
         ({"client_weights": "uniform"}, 0.0),
-        ({"client_weights": "uniform", "secure_aggregation": True, "min_clients": 3}, 0.0),
+        ({"client_weights": "uniform", **SUMS}, 0.0),
         ({"client_weights": "records"}, 1.0),
         ({"client_weights": "root-records"}, 1.5),
         ({"client_weights": "auto"}, 1.5),
-        ({"client_weights": "auto", "secure_aggregation": True, "min_clients": 3}, 1.0),
+        ({"client_weights": "auto", **SUMS}, 1.0),
     ],
 )
 def test_weights_follow_a_power_of_the_records_and_only_the_sum_lets_auto_weigh_all_records_alike(changes, power):
@@ -119,17 +118,8 @@ def answer(strategy: RuleStrategy, message: Message) -> Message:
 
 @pytest.mark.parametrize("num_replies", [2, 3])
 def test_of_fewer_uploads_than_the_threshold_nothing_is_summed_or_kept(num_replies):
-    config, books = make(**SUMS, server_optimizer="momentum")
-    nodes = {
-        c: (
-            100 + c,
-            Registration(client=c, num_records=n, name="", data_set=f"d{c}", identity=make_identity().public_line),
-        )
-        for c, n in SIZES.items()
-    }
-    strategy = RuleStrategy(
-        config, nodes, books=books, run="run", initial=ADAPTER, evaluate=lambda _: None, on_round=lambda *_: None
-    )
+    nodes = nodes_of([replace(each, identity=make_identity().public_line) for each in registered(SIZES)])
+    strategy = strategy_of(make(**SUMS, server_optimizer="momentum")[0], nodes)
     messages = list(strategy.configure_train(1, ArrayRecord(ADAPTER), ConfigRecord(), None))
     arrays, _ = strategy.aggregate_train(1, [answer(strategy, message) for message in messages[:num_replies]])
     assert (arrays is not None) == (num_replies == 3)
@@ -144,7 +134,7 @@ def test_of_fewer_uploads_than_the_threshold_nothing_is_summed_or_kept(num_repli
         ({"privacy_view": "local"}, 1.0),
         ({"privacy_view": "rho"}, 0.5),
         ({"privacy_view": "rho", "clients_per_round": 2}, math.sqrt(0.5)),
-        ({**SUMS, "min_clients": 3, "sampling_probability": 0.5}, math.sqrt(2)),
+        ({**SUMS, "sampling_probability": 0.5}, math.sqrt(2)),
         ({**SUMS, "min_clients": 4, "sampling_probability": 0.5}, math.sqrt(3)),
         # With equal batches v is N: the client of 900 records with the smaller of the two smallest; the other reads.
         ({**SUMS, "batch_size": 50}, math.sqrt(1 + 100**2 / 900**2)),

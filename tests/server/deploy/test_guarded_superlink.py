@@ -14,9 +14,9 @@ import time
 from base64 import b64encode
 from collections.abc import Iterator
 from http.client import HTTPConnection
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -27,27 +27,15 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastapi.routing import iter_route_contexts
-from flwr.cli.install import install_from_fab, validate_and_install
-from flwr.common.config import get_project_dir
+from flwr.cli.install import install_from_fab
 from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.simulation.app import run_simulation_process
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
 from flwr.supercore.error import FlowerError
-from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES, ProtobufTranslationMiddleware
-from flwr.supercore.superexec.executor import ExecutionSpec
-from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
-from flwr.supercore.superexec.run_superexec import run_superexec
-from flwr.supercore.task_process.agent.run_agentapp import run_agentapp
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.main import _get_middleware, create_app
-from flwr.superlink.routers.control import middlewares as control
-from flwr.superlink.routers.fleet.middlewares import FleetEventLogMiddleware
-from flwr.superlink.routers.fleet.node_auth import NodeAuthMiddleware, authenticate_node
-from flwr.superlink.runtime.run_serverapp import run_serverapp
-from flwr.superlink.servicer.runtime.runtime_handlers import pull_task_input, push_task_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedpriv import errors
 from fedpriv.files import user_named
@@ -62,40 +50,39 @@ _PROTOBUF = {"Content-Type": "application/protobuf"}
 
 # What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.
 FLOWER = "1.42.0"
-_COMMAND = import_module("flwr.superlink.cli.flower_superlink")
 SOURCES = {
-    _COMMAND.flower_superlink: "398ce9c85755e9eec63ac0a11ec71230f99a68cbb504ea54c1e60b92fca03dde",
-    _COMMAND._run_superlink_http_api: "eb0d78b85f99957695c35e93ab10cc2766116f2fdb0c96bb982ff75f4e5cfc45",
-    _COMMAND.SuperLinkLifespan: "a2c1f2f11725c17f4eeacaa1b6080cfc6019cc261a0dd1702d9c0a42dc471d90",
-    create_app: "ee966b630c8ba8b56315e8db3296df6c2ae6d9bd3a9826e28be63c85e321dbe1",
-    NodeAuthMiddleware: "36b9ef8b482a1722710dfe45def3d5d9620294c340f25b6dfed5130aaa66e90e",
-    _get_middleware: "911d5e2a5aaf11ec21b9830e7f08948ba3676bbc9462da5b8f466fbb73e5724a",
-    control.ControlSensitiveResponseMiddleware: "25cca938600324c2f1834aceba94915a6c8ea26871d796c5af5608ad9b18a90b",
-    control.ControlAuthenticationMiddleware: "1495e41d9bbbd25d2fce0e7b81da0780ed9c9064fa9651a18987987daa87df21",
-    control.ControlLicenseMiddleware: "0f57194171e921a3d5cbea4f1d59d8313c386c3b8a66ee79dfed6f845b0a15dc",
-    control.ControlEventLogMiddleware: "d8db2d506ca7d0c5bc27c81bb5c1eebd6c41fc27e758e3ad47c687b0ee002636",
-    FleetEventLogMiddleware: "4466ecde96fb2315fe44027e038b8ac693b49dc65c7a3810c2b2c5844305ae76",
-    authenticate_node: "f8e66372d61b3653fc6ee3f9772cc89f805a01bed65e6ce55e4b5fb3a6ad3a17",
-    pull_task_input: "0cdb599a99a729684a49cf22a5a3ca6c53145ce2fd04f143cf0e9a56f5a43e17",
-    install_from_fab: "481bd04cde5823220658a8a3e84e827a5ef38254223972e4e14c4cb3968e917e",
-    validate_and_install: "628b69fb852ae8584e978595f2e8451175a3e60acbad678df3f8e08fe27f13c6",
-    get_project_dir: "155c70517e73e59826aed10b3e3a0ba06e02feb3573fee44d23a32798edb632c",
-    ProtobufTranslationMiddleware: "5ff23a6fdd06d0f99db4c972721307fb8523778ca380a8e6e9427562e571fd0f",
-    run_simulation_process: "f0e943cce1d4b6520f7ceb47a5c73079785037a61381c66f5f3e53d7591b4fa6",
-    run_agentapp: "a4c21ab72534b241ea63353f66ffe95c9aafa20b5fb549ca7f48708ca7b03369",
-    HttpToolsProtocol.connection_made: "6efb565ff3d36b916c29bd42330a2b99b601b48932389e396e5ac53dbef6b91c",
-    push_task_output: "b3ee32bbe937b4de7a43c14ea09af49471be8b03933f1a6fe66c9f12ae1c5153",
-    run_superexec: "91e7a33c5b898f33249c29d2058c57637ca7668a14c27296d2506dc98ac84f9b",
-    SubprocessExecutor: "9c58435eb28cd78957a58a6db6a051c5718406cef70353bca2037015424d47e9",
-    ExecutionSpec: "a52aad6399c9a5ec1e3b316148832232119eb26b56b18a38d3c74b3ef353a538",
-    run_serverapp: "2cf00cc3bc7ef87c52d78be204a566aec13007e7a17625ea48c31f2dff6fe8ea",
+    "flwr.superlink.cli.flower_superlink:flower_superlink": "398ce9c85755e9ee",
+    "flwr.superlink.cli.flower_superlink:_run_superlink_http_api": "eb0d78b85f999576",
+    "flwr.superlink.cli.flower_superlink:SuperLinkLifespan": "a2c1f2f11725c17f",
+    "flwr.superlink.main:create_app": "ee966b630c8ba8b5",
+    "flwr.superlink.routers.fleet.node_auth:NodeAuthMiddleware": "36b9ef8b482a1722",
+    "flwr.superlink.main:_get_middleware": "911d5e2a5aaf11ec",
+    "flwr.superlink.routers.control.middlewares:ControlSensitiveResponseMiddleware": "25cca938600324c2",
+    "flwr.superlink.routers.control.middlewares:ControlAuthenticationMiddleware": "1495e41d9bbbd25d",
+    "flwr.superlink.routers.control.middlewares:ControlLicenseMiddleware": "0f57194171e921a3",
+    "flwr.superlink.routers.control.middlewares:ControlEventLogMiddleware": "d8db2d506ca7d0c5",
+    "flwr.superlink.routers.fleet.middlewares:FleetEventLogMiddleware": "4466ecde96fb2315",
+    "flwr.superlink.routers.fleet.node_auth:authenticate_node": "f8e66372d61b3653",
+    "flwr.superlink.servicer.runtime.runtime_handlers:pull_task_input": "0cdb599a99a72968",
+    "flwr.cli.install:install_from_fab": "481bd04cde582322",
+    "flwr.cli.install:validate_and_install": "628b69fb852ae858",
+    "flwr.common.config:get_project_dir": "155c70517e73e598",
+    "flwr.supercore.protobuf.translation:ProtobufTranslationMiddleware": "5ff23a6fdd06d0f9",
+    "flwr.simulation.app:run_simulation_process": "f0e943cce1d4b652",
+    "flwr.supercore.task_process.agent.run_agentapp:run_agentapp": "a4c21ab72534b241",
+    "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol.connection_made": "6efb565ff3d36b91",
+    "flwr.superlink.servicer.runtime.runtime_handlers:push_task_output": "b3ee32bbe937b4de",
+    "flwr.supercore.superexec.run_superexec:run_superexec": "91e7a33c5b898f33",
+    "flwr.supercore.superexec.executor.subprocess_executor:SubprocessExecutor": "9c58435eb28cd789",
+    "flwr.supercore.superexec.executor:ExecutionSpec": "a52aad6399c9a5ec",
+    "flwr.superlink.runtime.run_serverapp:run_serverapp": "2cf00cc3bc7ef87c",
 }
 
 
 def test_flower_is_what_was_read_when_its_private_names_were_used():
     assert version("flwr") == FLOWER
-    found = {part.__qualname__: hashlib.sha256(inspect.getsource(part).encode()).hexdigest() for part in SOURCES}
-    assert found == {part.__qualname__: digest for part, digest in SOURCES.items()}
+    sources = {name: inspect.getsource(resolve_name(name)) for name in SOURCES}
+    assert {name: hashlib.sha256(source.encode()).hexdigest()[:16] for name, source in sources.items()} == SOURCES
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +110,19 @@ def listeners(app, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[i
     thread.join()
 
 
+def request_of(method: str, target: str, headers: dict[str, str], content: bytes = b"") -> bytes:
+    """A request whose target is written as it is."""
+    more = {"Host": "127.0.0.1", "Content-Length": str(len(content)), "Connection": "close"}
+    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in {**more, **headers}.items())]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + content
+
+
 def asked(
     port: int, method: str, target: str, headers: dict[str, str] = _PROTOBUF, content: bytes = b""
 ) -> tuple[int, bytes]:
-    """Status and body of the answer to a request whose target is written as it is."""
+    """Status and body of the answer to a request."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        more = {"Host": "127.0.0.1", "Content-Length": str(len(content)), "Connection": "close"}
-        lines += [f"{name}: {value}" for name, value in more.items() if name not in headers]
-        text = "\r\n".join([*lines, "", ""])
-        connection.sendall(text.encode("latin-1") + content)
+        connection.sendall(request_of(method, target, headers, content))
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), body
@@ -201,11 +191,19 @@ def test_whatever_passes_the_door_without_a_signature_is_refused_by_flower(liste
     assert status in (400, 401, 404)
 
 
-@pytest.mark.parametrize("headers", [{}, {"Host": "a?b"}, {"Host": "a/b#"}, {"Host": "x@127.0.0.1/v1/control"}])
-def test_nodes_get_through_and_must_sign(listeners, headers):
+_HOSTS = ("a?b", "a/b#", "x@127.0.0.1/v1/control")
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        *((_PROTOBUF | host, 401) for host in ({}, *({"Host": host} for host in _HOSTS))),
+        ({"Content-Type": "application/json"}, 415),
+    ],
+)
+def test_nodes_get_through_and_must_write_protobuf_and_sign(listeners, headers, expected):
     for _, path in NODE_REQUESTS:
-        status, body = asked(listeners[0], "POST", path, {**_PROTOBUF, **headers})
-        assert status == 401, (path, body)
+        assert asked(listeners[0], "POST", path, headers)[0] == expected, path
 
 
 def test_a_key_that_nobody_registered_opens_nothing(app, listeners):
@@ -229,20 +227,18 @@ def test_a_key_that_nobody_registered_opens_nothing(app, listeners):
     assert not app.state.linkstate_factory.state().get_node_info()
 
 
-def test_a_fleet_request_that_is_no_protobuf_gets_nowhere(listeners):
-    for _, path in NODE_REQUESTS:
-        assert asked(listeners[0], "POST", path, {"Content-Type": "application/json"})[0] == 415
-
-
 def test_a_websocket_is_not_opened(listeners):
     upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
     for path in ("/v1/control/list-runs", "/v1/fleet/pull-messages", "/docs"):
         assert asked(listeners[0], "GET", path, {**upgrade, "Sec-WebSocket-Key": "x" * 22 + "=="})[0] == 403
 
 
-def test_the_operators_own_listener_answers_everything(listeners):
-    for method, path in (("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/v1/control/list-runs")):
-        assert asked(listeners[1], method, path)[0] == 200
+def test_the_operators_own_listener_answers_everything_but_users_other_than_the_servers(listeners, monkeypatch):
+    requests = (("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/v1/control/list-runs"))
+    assert [asked(listeners[1], *request)[0] for request in requests] == [200] * 3
+    monkeypatch.setattr(guarded_superlink, "os", SimpleNamespace(geteuid=lambda: os.geteuid() + 1))
+    monkeypatch.setattr(guarded_superlink, "_ROOT", os.geteuid() + 2)
+    assert [asked(listeners[1], *request)[0] for request in requests] == [403] * 3
 
 
 _ASK = """
@@ -255,19 +251,11 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=10) as co
 
 def as_nobody(port: int, headers: dict[str, str]) -> int:
     """The status that another user of this machine gets."""
-    lines = ["POST /v1/control/list-runs HTTP/1.1", "Host: 127.0.0.1", "Content-Length: 0", "Connection: close"]
-    request = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in {**_PROTOBUF, **headers}.items()), "", ""])
+    request = request_of("POST", "/v1/control/list-runs", {**_PROTOBUF, **headers}).decode()
     command = [shutil.which("python3", path="/usr/bin:/bin") or sys.executable, "-I", "-c", _ASK, str(port)]
     options = {"user": "nobody", "group": user_named("nobody").gid, "extra_groups": [], "cwd": "/"}
     done = subprocess.run(command, input=request, timeout=30, check=True, stdout=subprocess.PIPE, text=True, **options)
     return int(done.stdout)
-
-
-def test_a_server_of_another_user_refuses_this_one_on_loopback(listeners, monkeypatch):
-    assert asked(listeners[1], "POST", "/v1/control/list-runs")[0] == 200
-    monkeypatch.setattr(guarded_superlink, "os", SimpleNamespace(geteuid=lambda: os.geteuid() + 1))
-    monkeypatch.setattr(guarded_superlink, "_ROOT", os.geteuid() + 2)
-    assert asked(listeners[1], "POST", "/v1/control/list-runs")[0] == 403
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
@@ -335,100 +323,101 @@ def test_a_server_that_does_not_say_where_it_was_asked_or_by_whom_admits_nobody(
     assert [message["status"] for message in sent[::2]] == [404, 404, 404, 404, 403]
 
 
+class Answering:
+    """A door before an app that answers with so many bytes, and lets no stranger in."""
+
+    def __init__(self, **lengths: bytes) -> None:
+        self.asked, self.lengths = [], lengths
+        self.links = {name: Mock(found_nothing=None, is_let_in=False) for name in (*lengths, "stranger")}
+        self._door = Door(self._answer, ("127.0.0.1", 1))
+
+    async def _answer(self, scope, _, send):
+        self.asked.append((scope["state"]["connection"], scope["path"]))
+        is_stranger = scope["state"]["connection"] is self.links["stranger"]
+        headers = [(b"content-length", self.lengths[scope["path"].split("/")[2]])]
+        await send({"type": "http.response.start", "status": 401 if is_stranger else 200, "headers": headers})
+
+    async def call(self, api, name, link=None, is_closing=False):
+        """A request through the API's own connection, or another's."""
+        connection = self.links[link or api]
+        connection.transport.is_closing.return_value = is_closing
+        state = {"connection": connection, "owner": os.geteuid()}
+        scope = {"type": "http", "path": f"/v1/{api}/{name}", "server": ("127.0.0.1", 1), "state": state}
+        await self._door(scope, 0, AsyncMock())
+
+    async def held(self, api):
+        """A pull that has begun."""
+        task = asyncio.create_task(self.call(api, "pull-messages"))
+        await asyncio.sleep(0)
+        return task
+
+
 def test_a_pull_after_one_that_found_nothing_waits_for_a_push_and_ends_with_its_connection(monkeypatch):
-    asked, links = [], {api: Mock(found_nothing=None, is_let_in=False) for api in ("fleet", "runtime", "stranger")}
-    lengths = {"fleet": b"0", "runtime": b"9"}
-
-    async def app(scope, _, send):
-        asked.append(scope["path"])
-        status = 401 if scope["state"]["connection"] is links["stranger"] else 200
-        length = lengths[scope["path"].split("/")[2]]
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", length)]})
-
-    door = Door(app, ("127.0.0.1", 1))
-
-    async def call(api, name, is_closing=False, link=None):
-        links[link or api].transport.is_closing.return_value = is_closing
-        state = {"connection": links[link or api], "owner": os.geteuid()}
-        await door(
-            {"type": "http", "path": f"/v1/{api}/{name}", "server": door.private, "state": state}, 0, AsyncMock()
-        )
+    app = Answering(fleet=b"0", runtime=b"9")
 
     async def exchange():
-        await call("fleet", "pull-messages")
-        held = asyncio.create_task(call("fleet", "pull-messages"))
-        for name in ("push-messages", "push-object"):
-            await call("runtime", name)
+        await app.call("fleet", "pull-messages")
+        held = await app.held("fleet")
+        await app.call("runtime", "push-messages")
+        await app.call("runtime", "push-object")
         await asyncio.sleep(0)
-        assert len(asked) == 3, "what its messages hold may be on its way"
+        assert len(app.asked) == 3, "what its messages hold may be on its way"
         for _ in range(2):
-            await call("fleet", "pull-messages", link="stranger")
-        assert len(asked) == 5, "who is not let in is never held"
-        lengths["fleet"] = b"9"
-        await call("runtime", "pull-messages")
+            await app.call("fleet", "pull-messages", link="stranger")
+        assert len(app.asked) == 5, "who is not let in is never held"
+        app.lengths["fleet"] = b"9"
+        await app.call("runtime", "pull-messages")
         await held
-        await call("runtime", "push-messages")
-        early = asyncio.create_task(call("fleet", "pull-messages"))
-        await asyncio.sleep(0)
-        assert len(asked) == 8, "after messages too, a node waits for what the next ones hold"
-        lengths["fleet"] = b"0"
-        await call("runtime", "pull-messages")
+        await app.call("runtime", "push-messages")
+        early = await app.held("fleet")
+        assert len(app.asked) == 8, "after messages too, a node waits for what the next ones hold"
+        app.lengths["fleet"] = b"0"
+        await app.call("runtime", "pull-messages")
         await early
         monkeypatch.setattr(guarded_superlink, "_HELD_SECONDS", 0.01)
-        late = asyncio.create_task(call("fleet", "pull-messages"))
-        await asyncio.sleep(0)
-        await call("runtime", "push-messages")
+        late = await app.held("fleet")
+        await app.call("runtime", "push-messages")
         await asyncio.sleep(0.05)
-        assert len(asked) == 11, "one that was held before they were pushed waits too"
-        await call("runtime", "pull-messages")
+        assert len(app.asked) == 11, "one that was held before they were pushed waits too"
+        await app.call("runtime", "pull-messages")
         await late
-        await call("fleet", "pull-messages")
-        await call("fleet", "pull-messages", is_closing=True)
+        await app.call("fleet", "pull-messages")
+        await app.call("fleet", "pull-messages", is_closing=True)
 
     asyncio.run(exchange())
-    assert [path.split("/")[2] for path in asked] == [
+    assert [path.split("/")[2] for _, path in app.asked] == [
         *("fleet", "runtime", "runtime", "fleet", "fleet", "runtime", "fleet"),
         *("runtime", "runtime", "fleet", "runtime", "runtime", "fleet", "fleet"),
     ]
 
 
 def test_whom_flower_refuses_ends_no_hold_of_another():
-    answered = []
-
-    async def app(scope, _, send):
-        connection = scope["state"]["connection"]
-        answered.append((connection, scope["path"]))
-        status, length = (401, b"9") if connection is stranger else (200, b"0")
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", length)]})
-
-    door = Door(app, ("127.0.0.1", 1))
-    server, node, stranger = (Mock(found_nothing=None, is_let_in=False) for _ in range(3))
-
-    async def call(connection, api, name):
-        connection.transport.is_closing.return_value = False
-        state = {"connection": connection, "owner": os.geteuid()}
-        await door(
-            {"type": "http", "path": f"/v1/{api}/{name}", "server": door.private, "state": state}, 0, AsyncMock()
-        )
+    app = Answering(fleet=b"0", runtime=b"0")
 
     async def exchange():
-        await call(server, "runtime", "pull-messages")
-        held = asyncio.create_task(call(server, "runtime", "pull-messages"))
-        for connection, name in ((stranger, "push"), (stranger, "pull"), (node, "push"), (stranger, "pull")):
-            await call(connection, "fleet", f"{name}-messages")
+        await app.call("runtime", "pull-messages")
+        held = await app.held("runtime")
+        for name, link in (("push", "stranger"), ("pull", "stranger"), ("push", None), ("pull", "stranger")):
+            await app.call("fleet", f"{name}-messages", link=link)
         await asyncio.sleep(0)
         assert not held.done()
-        await call(node, "fleet", "pull-messages")
+        await app.call("fleet", "pull-messages")
         await held
 
     asyncio.run(exchange())
-    assert answered[-1] == (server, "/v1/runtime/pull-messages")
+    assert app.asked[-1] == (app.links["runtime"], "/v1/runtime/pull-messages")
 
 
-def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def approving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, bytes]:
+    """The file of approved bundles, still empty, and a bundle's content; Flower installs below tmp_path / "home"."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
-    file, content = tmp_path / "approved-fabs", bundle()
-    file.touch()
+    (tmp_path / "approved-fabs").touch()
+    return tmp_path / "approved-fabs", bundle()
+
+
+def test_no_process_gets_a_bundle_that_is_not_approved(approving, tmp_path: Path):
+    file, content = approving
     answer = task_input(content)
     handlers = approved_alone(SimpleNamespace(pull_task_input=lambda *_: answer, get_nodes=len), file)
     assert handlers.get_nodes("abc") == 3
@@ -445,16 +434,17 @@ def test_no_process_gets_a_bundle_that_is_not_approved(tmp_path: Path, monkeypat
         handlers.pull_task_input(None, None, None)
 
 
-def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    file, content = tmp_path / "approved-fabs", bundle()
+def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed(approving, tmp_path: Path):
+    file, content = approving
     file.write_text(hashlib.sha256(content).hexdigest())
-    folder = plant(tmp_path, content)
+    folder = plant(tmp_path / "home", content)
     handlers = approved_alone(SimpleNamespace(pull_task_input=lambda *_: task_input(content)), file)
     handlers.pull_task_input(None, None, None)
     assert install_from_fab(content, skip_prompt=True) == folder
     assert held(folder) == FILES
-    assert (tmp_path / "elsewhere" / "app.py").read_text() == "app = 'evil'\n", "another folder's file was touched"
+    assert (tmp_path / "home" / "elsewhere" / "app.py").read_text() == "app = 'evil'\n", (
+        "another folder's file was touched"
+    )
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     before = (folder / "server" / "app.py").stat()
     (folder / "pyproject.toml").unlink()
