@@ -20,27 +20,26 @@ from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
 from fedpriv.privacy.ledger import statement
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
-from server.observer import LogObserver
-from simulations.engines import federation
+from tests.server.parts import run, summary
 
 UNIFORM = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
 PUBLISHED = UNIFORM.replace("{", '{"accounting": "published", ', 1)
 PAPERS = {"target_epsilon_published": 3.0, "noise_multiplier": BY_RECIPE, "mechanism_parameters": PUBLISHED}
 TARGETED = {"target_epsilon": 3.0, "noise_multiplier": BY_RECIPE}
-LMO = {"mechanism": "lmo", "mechanism_parameters": UNIFORM, "noise_multiplier": 1.0}
+LMO = {"mechanism": "lmo", "mechanism_parameters": UNIFORM, "noise_multiplier": 2.0}
 
 
-def run(values, out: Path, **changes) -> tuple[Path, dict]:
-    federation.run(parse({**values, **LMO, "out": str(out), **changes}), LogObserver())
-    return out, json.loads((out / "summary.json").read_text())
+@pytest.fixture(scope="module")
+def once(small_run, tmp_path_factory) -> Path:
+    """A run of one round."""
+    return run(small_run, tmp_path_factory.mktemp("lmo") / "run", **LMO, rounds=1, clipping="split")
 
 
-def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilon_is_the_sound_one(small_run, tmp_path):
-    folder, summary = run(small_run, tmp_path / "run", noise_multiplier=2.0, clipping="split")
-    values = workbench(parse(small_run)).initial
-    rows = pd.read_csv(folder / "clients.csv")
-    with Ledger(folder / "ledger.sqlite") as ledger:
-        for client in json.loads((folder / "registrations.json").read_text()).values():
+def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilon_is_the_sound_one(small_run, once):
+    values, found = workbench(parse(small_run)).initial, summary(once)
+    rows = pd.read_csv(once / "clients.csv")
+    with Ledger(once / "ledger.sqlite") as ledger:
+        for client in json.loads((once / "registrations.json").read_text()).values():
             events = [release.event for release in ledger.releases(client["data_set"])]
             assert {type(event) for event in events} == {SubsampledLmo}
             for event in events:
@@ -48,54 +47,59 @@ def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilo
                 assert event.dimension == sum(tensor.numel() for tensor in values.values())
                 assert event.sensitivity == pytest.approx(3**0.5), "split, with a head"
                 assert event.sampling_probability == 8 / client["num_records"]
-            told = next(each for each in summary["clients"] if each["client"] == client["client"])
+            told = next(each for each in found["clients"] if each["client"] == client["client"])
             assert told["epsilon_local"] == pytest.approx(epsilon_of(events, told["delta"]).epsilon)
             assert told["epsilon_rho"] > told["epsilon_local"] > 0
-    assert not summary["private"], "it is a simulation"
-    assert summary["epsilon_aggregate_max"] is None
+    assert not found["private"], "it is a simulation"
+    assert found["epsilon_aggregate_max"] is None
     # Between the Gaussian of the same Fisher information and that of the same variance.
     assert 2 / 3**0.5 < rows.effective_noise_multiplier.iloc[0] < 2 * 40**0.5 / 3**0.5
 
 
-@pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
-def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view):
-    config = parse({**small_run, **LMO, **TARGETED, "privacy_view": view})
-    initial, sizes = workbench(parse(small_run)).initial, [52, 52, 52]
-    found = calibrated(config, sizes, initial)
-    costs = []
-    for size in sizes:
-        event = planned_event(UpdateSpec.of(found), 8 / size, initial)
-        scale = 3**0.5 if view == "rho" else 1.0
-        schedule = replace(event, count=config.rounds * event.count, sensitivity=event.sensitivity * scale)
-        costs.append(epsilon_of([schedule], 1e-5).epsilon)
-    assert 2.9 < max(costs) <= 3.0
+def test_a_budget_retires_who_would_pass_it(small_run, once, tmp_path):
+    budget = 1.05 * summary(once)["epsilon_local_max"]
+    found = summary(run(small_run, tmp_path / "run", **LMO, clipping="split", budget_epsilon=budget, rounds=4))
+    assert any(client["retired"] for client in found["clients"])
+    assert found["epsilon_local_max"] <= budget
+
+
+def schedule_of(small_run, **changes) -> SubsampledLmo:
+    """All releases of a run that is calibrated as these keys say, of one of three clients with 52 records."""
+    config = parse({**small_run, **LMO, **changes})
+    initial = workbench(parse(small_run)).initial
+    found = UpdateSpec.of(calibrated(config, [52] * 3, initial))
+    event = planned_event(found, config.sampling_probability or 8 / 52, initial)
+    return replace(event, count=config.rounds * event.count)
+
+
+@pytest.mark.parametrize(
+    ("view", "sampling_probability"),
+    # Every search step takes the longer the less is sampled; every day all records take part.
+    [("local", 1.0), *(pytest.param(view, "", marks=pytest.mark.slow) for view in ("local", "rho"))],
+)
+def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view, sampling_probability):
+    event = schedule_of(small_run, **TARGETED, privacy_view=view, sampling_probability=sampling_probability)
+    scale = 3**0.5 if view == "rho" else 1.0
+    assert 2.9 < epsilon_of([replace(event, sensitivity=event.sensitivity * scale)], 1e-5).epsilon <= 3.0
 
 
 def test_the_papers_terms_are_met_by_their_own_figure_and_what_is_proven_of_the_noise_is_more(small_run):
-    config = parse({**small_run, **LMO, **PAPERS})
-    initial, sizes = workbench(parse(small_run)).initial, [52, 52, 52]
-    event = planned_event(UpdateSpec.of(calibrated(config, sizes, initial)), 8 / 52, initial)
-    schedule = replace(event, count=config.rounds * event.count)
+    schedule = schedule_of(small_run, **PAPERS)
     assert 2.99 < epsilon_of([schedule], 1e-5, allow_unproven=True).epsilon <= 3.0
     assert epsilon_of([schedule], 1e-5).epsilon == float("inf")
     assert 6.0 < epsilon_of([schedule.proven], 1e-5).epsilon < float("inf")
 
 
 def test_published_accounting_is_marked_as_no_guarantee_in_summary_report_log_and_ledger(small_run, tmp_path, caplog):
-    folder, summary = run(
-        {**small_run, "simulate": False, "public_data": True, "baselines": False},
-        tmp_path / "run",
-        **PAPERS,
-    )
-    assert summary["private"] is False
-    assert summary["epsilon_local_max"] == "inf"
-    assert 2.99 < summary["epsilon_as_published_max"] <= 3.0
-    assert 6.0 < summary["epsilon_sound_max"] < float("inf")
+    public = {**LMO, **PAPERS, "simulate": False, "public_data": True, "baselines": False, "rounds": 1}
+    folder = run(small_run, tmp_path / "run", **public)
+    found = summary(folder)
+    assert (found["private"], found["epsilon_local_max"]) == (False, "inf")
+    assert 2.99 < found["epsilon_as_published_max"] <= 3.0
+    assert 6.0 < found["epsilon_sound_max"] < float("inf")
     assert "NO privacy guarantee" in caplog.text
     page = (folder / "report.html").read_text()
-    assert "Not private" in page
-    assert "accounted as published" in page
-    assert "what is proven of this noise is" in page
+    assert all(text in page for text in ("Not private", "accounted as published", "what is proven of this noise is"))
     with reading(folder / "ledger.sqlite") as db:
         (first, *_) = statement.statement(db, folder / "ledger.sqlite", "0")
     assert not first["private"]
@@ -133,21 +137,11 @@ def test_a_coordinator_and_a_node_refuse_the_papers_terms(read):
 
 
 def test_a_file_without_parameters_is_refused_and_nothing_is_written(small_run, tmp_path):
-    (tmp_path / "weights.json").write_text(
-        '{"combination": "mixture", "uniform": {"weight": 0.5, "low": 0.1, "high": 0.5}}'
-    )
+    (tmp_path / "weights.json").write_text(UNIFORM.replace("1.0", "0.5"))
     for path, message in (("none.json", "cannot be read"), ("weights.json", "must sum to 1")):
         with pytest.raises(InputError, match=message):
-            run(small_run, tmp_path / "run", mechanism_parameters=str(tmp_path / path))
+            run(small_run, tmp_path / "run", **{**LMO, "mechanism_parameters": str(tmp_path / path)})
     assert not (tmp_path / "run").exists()
-
-
-def test_a_budget_retires_who_would_pass_it(small_run, tmp_path):
-    _, once = run(small_run, tmp_path / "once", rounds=1)
-    budget = 1.05 * once["epsilon_local_max"]
-    _, summary = run(small_run, tmp_path / "run", budget_epsilon=budget, rounds=4)
-    assert any(client["retired"] for client in summary["clients"])
-    assert summary["epsilon_local_max"] <= budget
 
 
 SPEC = UpdateSpec.of(parse({"data": "x.csv", **LMO}))
@@ -170,12 +164,8 @@ def test_a_node_refuses_noise_that_protects_nothing(changes, message):
 
 
 def test_a_node_limits_lmo_noise_by_its_gaussian_equal(small_run):
-    initial = workbench(parse(small_run)).initial
-    for multiplier, passes in ((1.0, True), (0.05, False)):
-        event = planned_event(replace(SPEC, noise_multiplier=multiplier), 0.1, initial)
-        limits = NodeLimits(min_effective_noise_multiplier=1.0)
-        if passes:
-            _guard.check_limits(SPEC, event, 1, limits)
-        else:
-            with pytest.raises(_charging.RefusedError, match="its effective value"):
-                _guard.check_limits(SPEC, event, 1, limits)
+    initial, limits = workbench(parse(small_run)).initial, NodeLimits(min_effective_noise_multiplier=1.0)
+    _guard.check_limits(SPEC, planned_event(SPEC, 0.1, initial), 1, limits)
+    weak = planned_event(replace(SPEC, noise_multiplier=0.05), 0.1, initial)
+    with pytest.raises(_charging.RefusedError, match="its effective value"):
+        _guard.check_limits(SPEC, weak, 1, limits)
