@@ -4,7 +4,6 @@ import io
 import json
 import re
 import tomllib
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -23,20 +22,15 @@ from fedpriv.runs import RunFolder
 from fedpriv.runs.figures import figures
 from fedpriv.runs.show._progress_page import RunPage, Timing
 from fedpriv.runs.show._terminal import show_status
-from server.observer import LogObserver
-from simulations.engines import federation
 from tests.cli.command_line import as_json
+from tests.marks import slow
 from tests.privacy.ledger.test_evidence import verified
+from tests.server.parts import run, summary
 from tests.tiny import with_persons
 
 Z_EVALUATION = 4.0
 # At each site, where a person has three records: site-0 has three of seven rows.
 NUM_PERSONS = [35, 23, 23]
-
-
-def run(values, out: Path, **changes) -> dict:
-    federation.run(parse(values | changes | {"out": str(out)}), LogObserver())
-    return json.loads((out / "summary.json").read_text())
 
 
 def sizes_of(summary: dict) -> list[int]:
@@ -49,13 +43,14 @@ def skewed(small_run, table, tmp_path_factory):
     folder = tmp_path_factory.mktemp("persons")
     values = small_run | {"data": str(with_persons(table, folder / "t.csv", 3)), "person_column": "patient"}
     values |= {"evaluation_noise_multiplier": Z_EVALUATION, "ledger": str(folder / "ledger.sqlite")}
-    return run(values, folder / "run", max_records_per_person=2), values, folder / "run"
+    out = run(values, folder / "run", max_records_per_person=2)
+    return summary(out), values, out
 
 
 def test_persons_of_one_record_each_make_the_same_run_as_records(small_run, table, tmp_path):
     values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 1)), "table_checks": "warn", "rounds": 1}
-    one = run(values, tmp_path / "records")
-    other = run(values | {"person_column": "patient"}, tmp_path / "persons")
+    one = summary(run(values, tmp_path / "records"))
+    other = summary(run(values, tmp_path / "persons", person_column="patient"))
     assert (one["unit"], other["unit"]) == ("record", "person")
     assert sizes_of(one) == sizes_of(other)
     figures = [pd.read_csv(tmp_path / kind / "rounds.csv").drop(columns="seconds") for kind in ("records", "persons")]
@@ -106,16 +101,10 @@ def test_a_ledger_never_composes_records_with_persons(skewed, tmp_path):
 
 def test_sums_of_persons_are_charged_as_persons(small_run, table, tmp_path):
     values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 3)), "person_column": "patient"}
-    found = run(values, tmp_path / "sum", local_steps=1, secure_aggregation=True, min_clients=3)
+    sums = {"local_steps": 1, "rounds": 1, "secure_aggregation": True, "min_clients": 3}
+    found = summary(run(values, tmp_path / "sum", **sums))
     assert found["unit"] == "person"
     assert found["epsilon_aggregate_max"] < found["epsilon_local_max"]
-
-
-def test_canaries_are_persons(small_run, table, tmp_path):
-    values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 3)), "person_column": "patient"}
-    found = run(values, tmp_path / "audited", audit="tokens", audit_canaries=6)
-    assert sizes_of(found) == [client.num_units + 6 for client in load(parse(values)).clients]
-    assert found["audit"]["claimed_epsilon"] == found["epsilon_local_max"]
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +121,10 @@ def test_persons_at_more_clients_than_said_are_refused(shared):
         load(parse(shared | {"holders_per_person": 2}))
 
 
-@pytest.mark.parametrize("evaluation", [pytest.param(None, marks=pytest.mark.slow), Z_EVALUATION])
+@pytest.mark.parametrize("evaluation", [*slow(None), Z_EVALUATION])
 def test_the_target_is_kept_for_a_person_at_several_clients(shared, tmp_path, evaluation):
     changes = {"noise_multiplier": "by recipe", "target_epsilon": 3.0, "evaluation_noise_multiplier": evaluation}
-    found = run(shared, tmp_path / "run", holders_per_person=3, **changes)
+    found = summary(run(shared, tmp_path / "run", holders_per_person=3, **changes))
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["noise_multiplier"]
     events = [
         SubsampledGaussian(noise_multiplier=written, sampling_probability=8 / size, count=4, unit="person")
@@ -154,8 +143,9 @@ def test_the_target_is_kept_for_a_person_at_several_clients(shared, tmp_path, ev
     assert found["holders_per_person"] == 3
     # Who serves or publishes the model says the same, but for an evaluation, which no model descends from.
     guarantee = folders.read(tmp_path / "run" / "variants" / "global").guarantee()
-    summary = tmp_path / "run" / "summary.json"
-    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"noise_source": "secure"}))  # else mu is infinite
+    (tmp_path / "run" / "summary.json").write_text(
+        json.dumps(found | {"noise_source": "secure"})
+    )  # else mu is infinite
     card = Cards(tmp_path / "run").card("global")
     of_model = epsilon_of(events[:3], delta).epsilon
     assert (guarantee.epsilon, card["epsilon"]) == (pytest.approx(of_model), pytest.approx(of_model))
@@ -164,8 +154,8 @@ def test_the_target_is_kept_for_a_person_at_several_clients(shared, tmp_path, ev
 
 
 def test_a_risk_is_that_of_a_person_at_several_clients(shared, tmp_path):
-    target = "tpr=0.2@fpr=0.01"
-    found = run(shared, tmp_path / "run", holders_per_person=3, noise_multiplier="by recipe", target_risk=target)
+    changes = {"noise_multiplier": "by recipe", "target_risk": "tpr=0.2@fpr=0.01", "rounds": 1, "local_steps": 1}
+    found = summary(run(shared, tmp_path / "run", holders_per_person=3, **changes))
     assert 0.19 < found["tpr_at_fpr"]["0.01"] <= 0.2
 
 
@@ -198,9 +188,9 @@ def test_the_evidence_of_persons_at_several_clients_is_confirmed_and_a_smaller_f
     code, lines = verified(bundle)
     assert code == 0, lines
     assert any("(any 2, for a person at so many)" in line for line in lines)
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["epsilon_local_max"] = max(client["epsilon_local"] for client in summary["clients"])
-    (folder / "summary.json").write_text(json.dumps(summary))
+    found = summary(folder)
+    found["epsilon_local_max"] = max(client["epsilon_local"] for client in found["clients"])
+    (folder / "summary.json").write_text(json.dumps(found))
     as_json("evidence", folder, "--out", tmp_path / "less.zip")
     code, lines = verified(tmp_path / "less.zip")
     assert code == 1

@@ -1,6 +1,5 @@
 """Runs on private tables: nothing is evaluated on holders' records, or only through noised counts that are paid for."""
 
-import json
 import math
 from pathlib import Path
 
@@ -15,29 +14,24 @@ from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
+from fedpriv.runs._folder import QUALITY_KEYS
 from server import checkpoint
-from server.observer import LogObserver
-from simulations.engines import federation
+from tests.marks import slow
 from tests.notes import Notes
+from tests.server.parts import run, summary
 
 Z = 2.0
 EVALUATION = SubsampledGaussian(noise_multiplier=Z, sampling_probability=1.0, count=1, unit="record")
-
-
-def run(values: dict[str, object], out: Path, **changes: object) -> tuple[Path, list[str]]:
-    observer = Notes()
-    federation.run(parse({**values, **changes, "out": str(out)}), observer)
-    return out, observer.notes
-
-
-def summary(folder: Path) -> dict[str, object]:
-    return json.loads((folder / "summary.json").read_text())
 
 
 def charged(ledger: Path) -> dict[str, list[SubsampledGaussian]]:
     """{client: the events that the ledger charged it}."""
     with reading(ledger) as db:
         return {known.client: [r.event for r in db.releases(known.id)] for known in db.data_sets()}
+
+
+def assert_compared_with_nothing(found: dict[str, object]) -> None:
+    assert {key: found[key] for key in QUALITY_KEYS} == {**dict.fromkeys(QUALITY_KEYS), "warnings": []}
 
 
 @pytest.fixture(scope="module")
@@ -47,41 +41,33 @@ def private(small_run) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def untested(private, tmp_path_factory) -> Path:
-    return run(private, tmp_path_factory.mktemp("runs") / "untested")[0]
-
-
-@pytest.fixture(scope="module")
 def evaluated(private, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     settings = {"ledger": str(folder / "ledger.sqlite"), "evaluation_noise_multiplier": Z}
-    return run(private, folder / "evaluated", **settings)[0]
+    return run(private, folder / "evaluated", **settings)
 
 
-def test_a_private_run_without_a_test_set_has_no_accuracy(untested, private):
-    found = summary(untested)
+def test_a_private_run_without_a_test_set_has_no_accuracy_and_variants_that_cannot_be_validated(private, tmp_path):
+    folder = run(private, tmp_path / "untested", rounds=1)
+    found = summary(folder)
     assert [found[name] for name in ("accuracy", "accuracy_initial", "accuracy_non_private")] == [None] * 3
     assert found["private"] is True
-    rows = pd.read_csv(untested / "rounds.csv")
-    assert rows[["test_accuracy", "test_loss"]].isna().all(axis=None)
-    assert not (untested / "comparison").exists()
-    page = (untested / "report.html").read_text()
+    assert_compared_with_nothing(found)
+    assert pd.read_csv(folder / "rounds.csv")[["test_accuracy", "test_loss"]].isna().all(axis=None)
+    assert not (folder / "comparison").exists()
+    page = (folder / "report.html").read_text()
     assert "No accuracy was measured" in page
     assert "Test accuracy" not in page
-    bench = workbench(parse(private))
-    assert sum(map(len, bench.data.clients)) == 240  # nothing was held back
-    assert all(
-        event.noise_multiplier == 1.0 for events in charged(untested / "ledger.sqlite").values() for event in events
-    )
-
-
-def test_variants_of_an_untested_run_cannot_be_validated(untested):
+    assert sum(map(len, workbench(parse(private)).data.clients)) == 240  # nothing was held back
+    events = [event for events in charged(folder / "ledger.sqlite").values() for event in events]
+    assert {event.noise_multiplier for event in events} == {1.0}
     with pytest.raises(InputError, match="test_data: this run's server has no test set"):
-        AdapterEvaluator.of_run(untested)
+        AdapterEvaluator.of_run(folder)
 
 
-def test_the_evaluation_is_charged_in_every_ledger_and_composed_with_the_rounds(evaluated, private):
-    found, sizes = summary(evaluated), [client["num_records"] for client in summary(evaluated)["clients"]]
+def test_the_evaluation_is_charged_in_every_ledger_and_composed_with_the_rounds(evaluated):
+    found = summary(evaluated)
+    sizes = [client["num_records"] for client in found["clients"]]
     assert sum(sizes) == 240  # N_k counts the records that are set aside
     ledger = evaluated.parent / "ledger.sqlite"
     with reading(ledger) as db:
@@ -99,13 +85,14 @@ def test_the_evaluation_is_charged_in_every_ledger_and_composed_with_the_rounds(
         assert EVALUATION in events
 
 
-def test_the_summary_holds_an_estimate_with_its_interval(evaluated, private):
+def test_the_summary_holds_an_estimate_with_its_interval(evaluated):
     found = summary(evaluated)
     low, high = found["accuracy_interval"]
     assert 0 <= low <= found["accuracy"] <= high <= 1
     assert found["evaluation_noise_multiplier"] == Z
     assert found["num_evaluated_clients"] == 3
     assert found["accuracy_initial"] is None
+    assert_compared_with_nothing(found)
     page = (evaluated / "report.html").read_text()
     assert "The accuracy is an estimate" in page
     assert "Private evaluation" in page
@@ -122,32 +109,30 @@ def test_no_record_is_both_trained_on_and_evaluated(private):
     assert sum(len(plain.set_aside(c)) for c in range(3)) == 0
 
 
-@pytest.mark.parametrize("engine", [pytest.param("in-process", marks=pytest.mark.slow), "stacked"])
+@pytest.mark.parametrize("engine", [*slow("in-process"), "stacked"])
 def test_with_hardly_any_noise_the_estimate_is_the_accuracy_of_the_final_model(small_run, tmp_path, engine):
-    settings = small_run | {"evaluation_noise_multiplier": 0.001, "engine": engine}
-    folder, _ = run(settings, tmp_path / "run")
-    found, config = summary(folder), parse(settings)
-    bench = workbench(config)
+    # Without noise in its rounds either, no loss distribution is composed for it.
+    settings = small_run | {"evaluation_noise_multiplier": 0.001, "noise_multiplier": 0.0, "engine": engine}
+    folder, again = (run(settings, tmp_path / name) for name in ("run", "again"))
+    found, bench = summary(folder), workbench(parse(settings))
     adapter = checkpoint.read_last(folder, bench.initial).model.adapter
     exact = sum(count(bench.model, adapter, {}, bench.tokenize(bench.set_aside(c))) for c in range(3))
     assert found["accuracy"] == pytest.approx(float(exact[0] / exact.sum()), abs=1e-3)
     assert found["accuracy_interval"][1] - found["accuracy_interval"][0] < 1e-2
-    again, _ = run(settings, tmp_path / "again")
     assert summary(again)["accuracy"] == found["accuracy"]
 
 
-@pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("view", ["local", *slow("rho")])
 def test_a_target_includes_the_evaluation_and_is_nearly_used_up(private, tmp_path, view):
     settings = {"target_epsilon": 4.0, "noise_multiplier": BY_RECIPE, "privacy_view": view}
-    settings |= {"evaluation_noise_multiplier": 6.0}
-    found = summary(run(private, tmp_path / "run", **settings)[0])
+    found = summary(run(private, tmp_path / "run", **settings, evaluation_noise_multiplier=6.0))
     # The `rho` view allows for clients that drop out, and here none does.
     assert {"local": 0.98, "rho": 0.95}[view] * 4 <= found[f"epsilon_{view}_max"] <= 4
 
 
 def test_whoever_sees_the_sums_alone_still_sees_each_clients_counts(private, tmp_path):
-    hidden = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "evaluation_noise_multiplier": Z}
-    found = summary(run(private, tmp_path / "run", **hidden)[0])
+    hidden = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "rounds": 1}
+    found = summary(run(private, tmp_path / "run", **hidden, evaluation_noise_multiplier=Z))
     assert not found["aggregate_objections"]
     alone = epsilon_of([EVALUATION], 1e-5).epsilon
     assert all(alone < client["epsilon_aggregate"] < client["epsilon_local"] for client in found["clients"])
@@ -159,31 +144,30 @@ def test_an_evaluation_that_costs_the_whole_target_is_refused_beforehand(private
     assert not (tmp_path / "run").exists()
 
 
-# Counted by rounds, and composed.
-@pytest.mark.parametrize("view", ["local", pytest.param("rho", marks=pytest.mark.slow)])
-def test_a_budget_keeps_what_the_evaluation_costs(private, tmp_path, view):
-    budget = {"local": 3.6, "rho": 9.0}[view]
+@pytest.mark.parametrize(("view", "budget"), [("local", 3.6), pytest.param("rho", 9.0, marks=pytest.mark.slow)])
+def test_a_budget_keeps_what_the_evaluation_costs(private, tmp_path, view, budget):
     settings = {"rounds": 6, "budget_epsilon": budget, "privacy_view": view}
-    plain = summary(run(private, tmp_path / "plain", **settings)[0])
-    found = summary(run(private, tmp_path / "run", **settings, evaluation_noise_multiplier=Z)[0])
-    fewer = [(c["rounds"], p["rounds"]) for c, p in zip(found["clients"], plain["clients"], strict=True)]
-    assert any(rounds < 6 and rounds < before for rounds, before in fewer)
-    assert all(rounds <= before for rounds, before in fewer)
+    found = summary(run(private, tmp_path / "run", **settings, evaluation_noise_multiplier=Z))
     assert found["num_evaluated_clients"] == 3
+    assert min(client["rounds"] for client in found["clients"]) < 6
     for client in found["clients"]:
         assert client[f"epsilon_{view}"] <= budget
+        if view == "local" and client["rounds"] < 6:
+            q = 8 / client["num_records"]
+            more = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=q, count=2 * client["rounds"] + 2)
+            assert epsilon_of([more, EVALUATION], client["delta"]).epsilon > budget, "no round is given up in vain"
     assert all(EVALUATION in events for events in charged(tmp_path / "run" / "ledger.sqlite").values())
 
 
 def test_clients_whose_earlier_spending_leaves_no_room_are_not_asked(private, tmp_path):
-    sizes = {"partition": "sizes", "client_column": "", "client_sizes": [200, 40], "batch_size": 4}
+    sizes = {"partition": "sizes", "client_column": "", "client_sizes": [200, 40], "batch_size": 4, "rounds": 1}
     shared = private | sizes | {"ledger": str(tmp_path / "ledger.sqlite"), "evaluation_noise_multiplier": Z}
-    run(shared, tmp_path / "first")
-    spent = {c["client"]: c["epsilon_local"] for c in summary(tmp_path / "first")["clients"]}
+    first = summary(run(shared, tmp_path / "first"))
+    spent = {client["client"]: client["epsilon_local"] for client in first["clients"]}
     assert spent[0] < spent[1] < 3
-    folder, notes = run(shared, tmp_path / "second", budget_epsilon=[20.0, 3.0])
+    folder = run(shared, tmp_path / "second", notes := Notes(), budget_epsilon=[20.0, 3.0])
     assert summary(folder)["num_evaluated_clients"] == 1
-    assert any("the evaluation covers 1 of 2 clients" in note for note in notes)
+    assert any("the evaluation covers 1 of 2 clients" in note for note in notes.notes)
 
 
 @pytest.mark.parametrize("ledger", [True, False], ids=["nodes that repeat their reply", "nodes without a ledger"])
@@ -191,11 +175,10 @@ def test_a_run_that_died_after_its_evaluation_pays_again_only_for_a_new_release(
     settings = private | {"evaluation_noise_multiplier": Z, "rounds": 1}
     if ledger:
         settings |= {"ledger": str(tmp_path / "ledger.sqlite")}
-    folder, _ = run(settings, tmp_path / "run")
+    folder = run(settings, tmp_path / "run")
     before = summary(folder)
     (folder / "summary.json").unlink()
-    federation.run(parse(settings | {"resume": str(folder), "out": str(folder)}), LogObserver())
-    after = summary(folder)
+    after = summary(run(settings, folder, resume=str(folder)))
     of_clients = charged(Path(str(settings.get("ledger", folder / "ledger.sqlite")))).values()
     assert len(of_clients) == 3
     for events in of_clients:

@@ -1,8 +1,6 @@
 """What a run's summary says about the model's worth: figures, baselines and warnings."""
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +8,8 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.learning.data import TextData
 from fedpriv.runs._folder import QUALITY_KEYS
-from server.observer import LogObserver
 from server.summary import _labels_of, warnings_of
-from simulations.engines import federation
+from tests.server.parts import run, summary
 from tests.tiny import LABELS
 
 
@@ -52,18 +49,13 @@ def test_a_model_without_worth_is_warned_of_and_nothing_is_compared_with_what_is
     assert all(words in line for words, line in zip(expected, found, strict=True))
 
 
-def summary_of(values: dict[str, object], out: Path, **changes: object) -> dict[str, object]:
-    federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
-    return json.loads((out / "summary.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def paper(small_run) -> dict[str, object]:
     return small_run | {"recipe": "per-sample"}
 
 
 def test_a_public_run_has_baselines_and_figures_of_its_final_model(paper, tmp_path):
-    found = summary_of(paper, tmp_path / "run", public_data=True, learning_rate=4.0, noise_multiplier=0.1, rounds=4)
+    found = summary(run(paper, tmp_path / "run", public_data=True))
     confusion, labels = found["confusion_matrix"], found["labels"]
     assert labels == sorted(LABELS)
     num = sum(map(sum, confusion))
@@ -82,34 +74,24 @@ def test_a_public_run_has_baselines_and_figures_of_its_final_model(paper, tmp_pa
 
 
 def test_private_records_train_no_baseline_and_the_comparison_has_none_either(paper, tmp_path):
-    found = summary_of(paper, tmp_path / "run", comparison=True)
+    found = summary(run(paper, tmp_path / "run", comparison=True, rounds=1))
     assert [found[key] for key in ("probe_accuracy", "tfidf_accuracy", "baselines")] == [None] * 3
     assert all(found[key] is not None for key in FIGURES)
-    inner = json.loads((tmp_path / "run" / "comparison" / "summary.json").read_text())
+    inner = summary(tmp_path / "run" / "comparison")
     assert inner["probe_accuracy"] is None
     assert inner["confusion_matrix"] is not None
 
 
-@pytest.mark.parametrize("evaluation", [None, 4.0])
-def test_what_is_measured_on_nothing_or_from_noised_counts_is_compared_with_nothing(paper, tmp_path, evaluation):
-    settings = {"simulate": False, "evaluation_noise_multiplier": evaluation}
-    found = summary_of(paper, tmp_path / "run", **settings)
-    assert [found[key] for key in QUALITY_KEYS if key != "warnings"] == [None] * (len(QUALITY_KEYS) - 1)
-    assert found["warnings"] == []
-
-
-def test_a_run_that_learns_nothing_says_so_everywhere(paper, tmp_path, caplog):
+def test_a_run_that_learns_nothing_says_so_everywhere_and_has_the_same_figures_when_it_is_finished_again(
+    paper, tmp_path, caplog
+):
     still = {"noise_multiplier": 60.0, "learning_rate": 20.0}
     with caplog.at_level("WARNING", logger="flwr"):
-        found = summary_of(paper, tmp_path / "run", **still)
+        found = summary(run(paper, tmp_path / "run", **still))
     assert len(found["warnings"]) == 2
     assert found["warnings"][0] in caplog.text
     page = (tmp_path / "run" / "report.html").read_text()
     assert all(line[1:] in page for line in found["warnings"])
-
-
-def test_a_run_resumed_after_its_last_round_has_the_same_figures(paper, tmp_path):
-    before = summary_of(paper, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
-    after = summary_of(paper, tmp_path / "run", resume=str(tmp_path / "run"))
-    assert [before[key] for key in QUALITY_KEYS] == [after[key] for key in QUALITY_KEYS]
+    after = summary(run(paper, tmp_path / "run", **still, resume=str(tmp_path / "run")))
+    assert [found[key] for key in QUALITY_KEYS] == [after[key] for key in QUALITY_KEYS]

@@ -1,7 +1,6 @@
 """Runs of the recipe `fedpriv`: what every round trains and costs, and that all of them together meet the target."""
 
 import csv
-import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -14,11 +13,9 @@ from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
 from clients import node
-from clients import node as node_keys
 from fedpriv.config import parse, read, to_flower
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import Request
-from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training import noise_plan
 from fedpriv.learning.training.noise_plan import calibrated, derived_learning_rate, with_learning_rates
 from fedpriv.learning.training.rounds import RunSchedule
@@ -30,11 +27,13 @@ from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs import files
 from server import checkpoint
 from server.bookkeeping import Books
-from server.observer import LogObserver, described
-from simulations.engines import federation
+from server.observer import described
 from simulations.engines.flower_private import task_identity
+from tests.marks import slow
+from tests.server.parts import StopsAfter, registered, run, summary
 from tests.wire import arrays_of
 
+GLOBAL = Path("variants") / "global" / "adapter_model.safetensors"
 TARGET, SIZES = 3.0, [84, 56, 52]
 ROUNDS = {"rounds": 8, "lora_rounds": 3, "target_epsilon": TARGET, "delta": 1e-5, "baselines": False}
 
@@ -49,19 +48,13 @@ def recipe(small_run):
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory):
     """The folder of such a run."""
-    out = tmp_path_factory.mktemp("recipe") / "run"
-    federation.run(parse(recipe | {"out": str(out), "ledger": str(out.parent / "ledger.sqlite")}), LogObserver())
-    return out
+    folder = tmp_path_factory.mktemp("recipe")
+    return run(recipe, folder / "run", ledger=str(folder / "ledger.sqlite"))
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "clients.csv").open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_start_and_steps_are_one_charge_that_meets_the_target(finished):
-    summary = json.loads((finished / "summary.json").read_text())
-    assert 0.995 * TARGET < summary["epsilon_local_max"] <= TARGET
 
 
 def test_every_round_costs_what_its_phase_says(finished):
@@ -75,8 +68,9 @@ def test_every_round_costs_what_its_phase_says(finished):
         SubsampledGaussian(noise_multiplier=z, sampling_probability=q)
         for z, q in zip(noise, probabilities, strict=True)
     ]
-    summary = json.loads((finished / "summary.json").read_text())
-    assert summary["epsilon_local_max"] == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=1e-9)
+    spent = summary(finished)["epsilon_local_max"]
+    assert spent == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=1e-9)
+    assert 0.995 * TARGET < spent <= TARGET, "start and steps are one charge that meets the target"
 
 
 def test_the_ledger_holds_every_release_with_its_own_event(finished):
@@ -90,47 +84,30 @@ def test_the_ledger_holds_every_release_with_its_own_event(finished):
 
 
 def test_a_b_and_head_are_trained(finished):
-    summary = json.loads((finished / "summary.json").read_text())
-    assert summary["adapters_moved"], summary["unmoved_tensors"]
-    names = load_file(finished / "variants" / "global" / "adapter_model.safetensors").keys()
+    found = summary(finished)
+    assert found["adapters_moved"], found["unmoved_tensors"]
+    names = load_file(finished / GLOBAL).keys()
     assert {"lora_A", "lora_B", "classifier"} <= {part for name in names for part in name.split(".")}
 
 
-def test_the_head_alone_leaves_the_rest_as_it_was(recipe, tmp_path):
-    config = parse(recipe | {"train": "head", "out": str(tmp_path / "run")})
-    federation.run(config, LogObserver())
-    tensors = load_file(tmp_path / "run" / "variants" / "global" / "adapter_model.safetensors")
-    assert all(not tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["adapters_moved"]
-
-
-@pytest.mark.parametrize("rule", ["fedavg", "bitfit"])
-def test_the_head_is_found_among_weights_and_biases_that_are_trained_beside_it(recipe, tmp_path, rule):
-    of_the_run = {"recipe": "fedpriv", "aggregation": rule, "rounds": 3, "lora_rounds": 1, "out": str(tmp_path / "run")}
-    config = parse(recipe | of_the_run)
-    initial = workbench(config).initial
-    rate = derived_learning_rate(calibrated(config, SIZES, initial), SIZES, initial)
-    assert rate.largest_learning_rate == 150, "of a head of three classes"
-    federation.run(config, LogObserver())
-    assert [int(row["round"]) for row in rows(tmp_path / "run") if row["client"] == "0"] == [1, 2, 3]
-
-
-def test_the_model_is_tested_every_so_many_rounds_and_at_the_end(recipe, tmp_path):
-    tested = {"rounds": 5, "evaluate_every": 3, "train": "auto", "out": str(tmp_path / "run")}
-    federation.run(parse(recipe | tested), LogObserver())
-    with (tmp_path / "run" / "rounds.csv").open(newline="") as file:
+def test_the_head_alone_leaves_the_rest_as_it_was_and_is_tested_every_so_many_rounds_and_at_the_end(recipe, tmp_path):
+    folder = run(recipe, tmp_path / "run", train="head", rounds=5, evaluate_every=3, lora_rounds="")
+    assert all(not tensor.any() for name, tensor in load_file(folder / GLOBAL).items() if "lora_B" in name)
+    with (folder / "rounds.csv").open(newline="") as file:
         accuracies = {int(row["round"]): row["test_accuracy"] for row in csv.DictReader(file)}
     assert [round_ for round_, accuracy in accuracies.items() if accuracy] == [0, 3, 5]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["accuracy"] == float(accuracies[5])
+    found = summary(folder)
+    assert (found["adapters_moved"], found["accuracy"]) == (True, float(accuracies[5]))
 
 
-class _Stopped(LogObserver):
-    """Ends a run after its fourth round, as Ctrl-C does."""
-
-    def round_done(self, row):
-        super().round_done(row)
-        if row.round == 4:
-            raise KeyboardInterrupt
+@pytest.mark.parametrize("rule", ["bitfit", *slow("fedavg")])
+def test_the_head_is_found_among_weights_and_biases_that_are_trained_beside_it(recipe, tmp_path, rule):
+    values = recipe | {"recipe": "fedpriv", "aggregation": rule, "rounds": 3, "lora_rounds": 1}
+    initial = workbench(parse(values)).initial
+    rate = derived_learning_rate(calibrated(parse(values), SIZES, initial), SIZES, initial)
+    assert rate.largest_learning_rate == 150, "of a head of three classes"
+    folder = run(values, tmp_path / "run")
+    assert [int(row["round"]) for row in rows(folder) if row["client"] == "0"] == [1, 2, 3]
 
 
 SUMMED = {"secure_aggregation": True, "min_clients": 3}
@@ -148,25 +125,23 @@ def of_r(request, recipe, monkeypatch):
 @pytest.mark.parametrize(
     "of_r", [pytest.param({}, id="local"), pytest.param(SUMMED, id="sum", marks=pytest.mark.slow)], indirect=True
 )
-@pytest.mark.parametrize("by_folder", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by_folder", [True, *slow(False)])
 def test_a_run_that_trains_a_block_of_r_is_one_of_that_rank_throughout_and_resumes_so(of_r, tmp_path, by_folder):
-    folders = [tmp_path / "whole", tmp_path / "stopped"]
-    federation.run(parse(of_r | {"out": str(folders[0])}), LogObserver())
+    whole, stopped = run(of_r, tmp_path / "whole"), tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        federation.run(parse(of_r | {"out": str(folders[1])}), _Stopped())
+        run(of_r, stopped, StopsAfter(4))
     # As a person and as Flower's run resume it: by what its folder says, or as it was first configured.
-    again = read(folders[1] / "config.toml") if by_folder else of_r | {"out": str(folders[1])}
-    federation.run(parse(again | {"resume": str(folders[1])}), LogObserver())
-    found = [load_file(folder / "variants" / "global" / "adapter_model.safetensors") for folder in folders]
+    run(read(stopped / "config.toml") if by_folder else of_r, stopped, resume=str(stopped))
+    found = [load_file(folder / GLOBAL) for folder in (whole, stopped)]
     assert {tensor.shape[0] for name, tensor in found[0].items() if "lora_A" in name} == {16}
     for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, found[1][name], rtol=0, atol=0)
-    for folder in folders:
-        config, summary = files.read_config(folder), json.loads((folder / "summary.json").read_text())
+    for folder in (whole, stopped):
+        config, told = files.read_config(folder), summary(folder)
         assert (config.rank, config.alpha, config.trained_rank, config.rounds) == (24, 96.0, 16, 6)
-        assert summary["adapters_moved"]
+        assert told["adapters_moved"]
         view = "aggregate" if config.secure_aggregation else "local"
-        assert 0.99 * TARGET < summary[f"epsilon_{view}_max"] <= TARGET
+        assert 0.99 * TARGET < told[f"epsilon_{view}_max"] <= TARGET
 
 
 def charges_of_round(path: Path, round_: int) -> Counter[str]:
@@ -178,8 +153,7 @@ def charges_of_round(path: Path, round_: int) -> Counter[str]:
 
 def test_a_round_that_was_lost_after_its_charges_is_the_same_release_when_the_run_resumes(of_r, tmp_path, monkeypatch):
     """Attack: were the chosen rank in what nodes release by, each would release twice, and the server book one."""
-    ledger = tmp_path / "ledger.sqlite"
-    values = of_r | {"simulate": False, "ledger": str(ledger), "out": str(tmp_path / "run")}
+    ledger, folder = tmp_path / "ledger.sqlite", tmp_path / "run"
     written = checkpoint.write
 
     def write(folder, found):
@@ -189,14 +163,14 @@ def test_a_round_that_was_lost_after_its_charges_is_the_same_release_when_the_ru
 
     monkeypatch.setattr(checkpoint, "write", write)
     with pytest.raises(KeyboardInterrupt):
-        federation.run(parse(values), LogObserver())
+        run(of_r, folder, simulate=False, ledger=str(ledger))
     monkeypatch.setattr(checkpoint, "write", written)
-    federation.run(parse(read(tmp_path / "run" / "config.toml") | {"resume": str(tmp_path / "run")}), LogObserver())
+    run(read(folder / "config.toml"), folder, resume=str(folder))
     nodes = sorted(Path(f"{ledger}.nodes").glob("*.sqlite"))
     assert len(nodes) == len(SIZES)
     of_nodes = sum((charges_of_round(node, 4) for node in nodes), Counter())
     # A sum begins again with new terms, and another release then.
-    num_releases = 2 if "secure_aggregation" in values else 1
+    num_releases = 2 if "secure_aggregation" in of_r else 1
     assert of_nodes == charges_of_round(ledger, 4) == {str(client): num_releases for client in range(len(SIZES))}
 
 
@@ -216,8 +190,7 @@ def test_noise_meets_the_target_on_every_view_and_wastes_little(recipe, view, ta
     config = parse(recipe | ROUNDS | hidden | {"privacy_view": view, "target_epsilon": target})
     initial = workbench(parse(recipe)).initial
     found = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)
-    registered = [Registration(client=c, num_records=n, name="", data_set=f"d{c}") for c, n in enumerate(SIZES)]
-    books = Books(found, "run", registered, initial=initial)
+    books = Books(found, "run", registered(dict(enumerate(SIZES))), initial=initial)
     for round_ in range(1, 9):
         books.charge(round_, dict.fromkeys(range(3), f"request {round_}"))
         books.settle(dict.fromkeys(range(3), "reply"))
@@ -230,11 +203,10 @@ def test_noise_meets_the_target_on_every_view_and_wastes_little(recipe, view, ta
 def test_a_budget_counts_rounds_that_cost_differently(recipe):
     initial = workbench(parse(recipe)).initial
     config = calibrated(parse(recipe | ROUNDS), SIZES, initial)
-    registered = [Registration(client=c, num_records=n, name="", data_set=f"d{c}") for c, n in enumerate(SIZES)]
 
     def allowed(budget: float) -> int:
         found = with_learning_rates(replace(config, budget_epsilon=(budget,)), SIZES, initial)
-        books = Books(found, "run", registered, initial=initial)
+        books = Books(found, "run", registered(dict(enumerate(SIZES))), initial=initial)
         number = books.rounds_allowed[0]
         for round_ in range(1, 9):
             if books.within_budget(round_, [0]) != [0]:
@@ -270,10 +242,10 @@ def test_a_costly_round_charged_twice_and_a_cheap_one_missed_are_judged_by_what_
     one = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0)
     budget = 1.2 * epsilon_of([one], 1e-5).epsilon
     config = replace(config, budget_epsilon=(budget,))
-    registered = [Registration(client=0, num_records=84, name="", data_set="d0", keeps_replies=True)]
+    client = registered({0: 84}, keeps_replies=True)
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        Books(config, "run", registered, initial=initial, ledger=ledger).charge(1, {0: "request"})
-        books = Books(config, "run", registered, initial=initial, ledger=ledger, resumed_after=0)
+        Books(config, "run", client, initial=initial, ledger=ledger).charge(1, {0: "request"})
+        books = Books(config, "run", client, initial=initial, ledger=ledger, resumed_after=0)
         assert books.rounds_allowed[0] == 8
         books.charge(1, {0: "another request"})
         books.settle({0: "reply"})
@@ -288,8 +260,7 @@ def test_a_client_that_missed_the_cheap_rounds_is_judged_by_what_it_spent(recipe
     config = calibrated(parse(recipe | costly_last | {"target_epsilon": ""}), SIZES, initial)
     config = with_learning_rates(config, SIZES, initial)
     one = epsilon_of([SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0)], 1e-5).epsilon
-    registered = [Registration(client=0, num_records=84, name="", data_set="d0")]
-    books = Books(replace(config, budget_epsilon=(1.05 * one,)), "run", registered, initial=initial)
+    books = Books(replace(config, budget_epsilon=(1.05 * one,)), "run", registered({0: 84}), initial=initial)
     spent = []
     for round_ in range(6, 9):  # it was never asked before
         if books.within_budget(round_, [0]):
@@ -322,7 +293,7 @@ def test_the_start_is_in_the_node_s_ledger_before_it_is_computed(recipe, tmp_pat
     values = parse(recipe | {"simulate": False, "comparison": False})
     config = with_learning_rates(calibrated(values, SIZES, workbench(values).initial), SIZES, workbench(values).initial)
     ledger = tmp_path / "node.sqlite"
-    keys = {"partition-id": 0, node_keys.TRUST_KEY: True, node_keys.LEDGER_KEY: str(ledger)}
+    keys = {"partition-id": 0, node.TRUST_KEY: True, node.LEDGER_KEY: str(ledger)}
     context = Context(1, 7, keys, RecordDict(), to_flower(values))
     spec = RunSchedule.of(config).spec(1)
     arrays = {kinds.ADAPTER: arrays_of(workbench(values).initial)}
