@@ -1,12 +1,12 @@
-"""A coordinator's folder is made whole or not at all, and its command lines say in one line what is wrong."""
+"""A coordinator's folder is made whole or not at all, its commands say in one line what is wrong, and its unit fits."""
 
 import hashlib
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
-import sys
 import tomllib
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,11 +26,10 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from server.deploy import certificates, folder, membership, runs, superlink
 from server.deploy.folder import Coordinator
+from server.deploy.superlink import units
 from tests.bundles import bundle
 from tests.deployment.tls_server import serving
-from tests.server.deploy.conftest import PASSPHRASE, deploy
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.server.deploy.conftest import PASSPHRASE, deploy, make, refused
 
 
 def certificate(coordinator: Coordinator, hosts: Sequence[str], days: int, **options: Any) -> None:
@@ -39,8 +38,7 @@ def certificate(coordinator: Coordinator, hosts: Sequence[str], days: int, **opt
 
 def test_init_makes_what_nodes_and_flower_need(tmp_path):
     addresses = ["--address", "fl.example.org", "--address", "10.0.0.5", "--port", "9443"]
-    command = [sys.executable, "-m", "server.deploy", "init", tmp_path / "co", *addresses]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = deploy("init", tmp_path / "co", *addresses)
     assert done.returncode == 0, done.stderr
     made = Coordinator.read(tmp_path / "co")
     assert made.address == "fl.example.org:9443"
@@ -78,10 +76,7 @@ def test_flwr_is_told_where_the_superlink_of_the_moment_is_and_other_connections
     ],
 )
 def test_init_writes_nothing_when_something_is_wrong(tmp_path, options, message):
-    done = deploy("init", tmp_path / "co", *options)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert message in refused("init", tmp_path / "co", *options)
     assert not list(tmp_path.iterdir())
 
 
@@ -89,7 +84,7 @@ def test_folder_that_holds_something_is_left_alone(tmp_path):
     (tmp_path / "co").mkdir()
     (tmp_path / "co" / "mine").write_text("mine")
     with pytest.raises(InputError, match="exists and is not an empty folder"):
-        folder.make(tmp_path / "co", addresses=["h.org"], port=9093, days=30, passphrase=PASSPHRASE)
+        make(tmp_path / "co", "h.org")
     assert [file.name for file in (tmp_path / "co").iterdir()] == ["mine"]
 
 
@@ -97,7 +92,7 @@ def test_folder_that_holds_something_is_left_alone(tmp_path):
 def test_whatever_the_umask_nobody_else_changes_what_the_coordinator_made(tmp_path, umask):
     before = os.umask(umask)
     try:
-        made = folder.make(tmp_path / "co", addresses=["::1"], port=9093, days=30, passphrase=PASSPHRASE)
+        made = make(tmp_path / "co", "::1")
     finally:
         os.umask(before)
     assert made.folder.stat().st_mode & 0o777 == 0o700
@@ -132,59 +127,57 @@ def test_renewed_certificate_is_of_the_same_authority(coordinator, passphrase_fi
 
 def test_authority_signs_nothing_without_its_passphrase(coordinator, passphrase_file):
     before = coordinator.server_certificate.read_bytes()
-    done = deploy("renew", coordinator.folder)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "--ca-passphrase-file: is required without a terminal" in done.stderr
-    passphrase_file.write_text("another passphrase")
-    done = deploy("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "with this passphrase" in done.stderr
-    passphrase_file.write_text("short\n")
-    assert "needs 12 characters" in deploy("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file).stderr
+    assert "--ca-passphrase-file: is required without a terminal" in refused("renew", coordinator.folder)
+    for passphrase, said in (("another passphrase", "with this passphrase"), ("short\n", "needs 12 characters")):
+        passphrase_file.write_text(passphrase)
+        assert said in refused("renew", coordinator.folder, "--ca-passphrase-file", passphrase_file)
     assert coordinator.server_certificate.read_bytes() == before
+
+
+def failing(coordinator: Coordinator) -> dict[str, str]:
+    """{what `doctor` finds wrong: how}."""
+    return {check.name: check.detail for check in superlink.checks(coordinator) if not check.ok}
 
 
 def test_an_authoritys_key_that_is_not_encrypted_stops_the_superlink(coordinator):
     plain = load_pem_private_key(coordinator.ca_key.read_bytes(), PASSPHRASE.encode())
     coordinator.ca_key.write_bytes(plain.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    (failed, _) = [check for check in superlink.checks(coordinator) if not check.ok]
-    assert (failed.name, "run `new-authority" in failed.detail) == ("ca.key", True)
+    assert "run `new-authority" in failing(coordinator)["ca.key"]
     with pytest.raises(InputError, match="the code of a run could read it"):
         superlink.start(coordinator, print)
 
 
-def test_a_folder_of_another_version_is_refused_by_name(coordinator):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("version = 3\n", r"is version 3; this is fedpriv \S+, which reads 1: "),
+        ("version = 1\nprot = 9093\n", "prot = 9093: "),
+    ],
+)
+def test_settings_of_another_version_or_with_a_wrong_key_are_refused_by_name(coordinator, change, said):
     path = coordinator.folder / "coordinator.toml"
-    path.write_text(path.read_text().replace("version = 1\n", "version = 3\n"))
-    with pytest.raises(InputError, match=r"coordinator\.toml: is version 3; this is fedpriv \S+, which reads 1: "):
+    path.write_text(path.read_text().replace("version = 1\n", change))
+    with pytest.raises(InputError, match=rf"coordinator\.toml: {said}"):
         Coordinator.read(coordinator.folder)
 
 
-def test_doctor_misses_nothing_in_a_new_folder_but_its_superlink(coordinator):
-    (missing,) = [check for check in superlink.checks(coordinator) if not check.ok]
-    assert (missing.name, missing.detail[:11]) == ("superlink", "not running")
+def test_doctor_misses_nothing_in_a_new_folder_but_its_superlink_and_warns_before_its_certificate_ends(coordinator):
+    assert [(name, detail[:11]) for name, detail in failing(coordinator).items()] == [("superlink", "not running")]
+    assert not superlink.expiry_warning(coordinator)
+    certificate(coordinator, ["127.0.0.1"], 13)
+    assert "run `renew`" in superlink.expiry_warning(coordinator)
+    assert "not valid for fl.example.org" in failing(coordinator)["certificate"]
 
 
-def test_doctor_names_an_expired_certificate_and_an_open_key(coordinator):
-    past = datetime.now(UTC) - timedelta(days=2)
-    certificate(coordinator, coordinator.addresses, 1, not_before=past)
+def test_an_expired_certificate_and_an_open_key_are_named_and_start_no_superlink(coordinator):
+    certificate(coordinator, coordinator.addresses, 1, not_before=datetime.now(UTC) - timedelta(days=2))
     coordinator.server_key.chmod(0o644)
     done = deploy("doctor", coordinator.folder)
     assert done.returncode == 1
     failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert failed == ["certificate", "key", "superlink"]
-
-
-def test_doctor_names_an_address_that_the_certificate_lacks(coordinator):
-    certificate(coordinator, ["127.0.0.1"], 30)
-    check, *_ = [check for check in superlink.checks(coordinator) if not check.ok]
-    assert "not valid for fl.example.org" in check.detail
-
-
-def test_certificate_near_its_end_is_warned_of(coordinator):
-    assert not superlink.expiry_warning(coordinator)
-    certificate(coordinator, coordinator.addresses, 13)
-    assert "run `renew`" in superlink.expiry_warning(coordinator)
+    with pytest.raises(InputError, match="has expired; run `renew`"):
+        superlink.start(coordinator, print)
 
 
 def test_taken_port_is_said_before_anything_starts(coordinator):
@@ -211,8 +204,7 @@ def test_the_advice_of_doctor_cures_a_certificate_whose_authority_ends(coordinat
 
     assert "run `new-authority`" in wrong()
     if lasts or left < 0:
-        refused = deploy("renew", coordinator.folder, *given)
-        assert (refused.returncode, "run `new-authority`" in refused.stderr) == (2, True)
+        assert "run `new-authority`" in refused("renew", coordinator.folder, *given)
     else:
         renewed = deploy("renew", coordinator.folder, *given)
         assert (renewed.returncode, "note: its authority ends on" in renewed.stdout) == (0, True)
@@ -223,11 +215,11 @@ def test_the_advice_of_doctor_cures_a_certificate_whose_authority_ends(coordinat
 
 
 def test_an_address_in_another_form_is_the_one_in_the_certificate(tmp_path):
-    made = folder.make(tmp_path / "co", addresses=["2001:DB8::5", "0:0:0:0:0:0:0:1"], port=9093, days=30, passphrase="")
+    made = make(tmp_path / "co", "2001:DB8::5", "0:0:0:0:0:0:0:1")
     assert made.addresses == ("2001:db8::5", "::1")
     assert superlink._certificate(made).startswith("for 2001:db8::5, ::1 until")
     with pytest.raises(InputError, match="address = 'fe80::1%eth0': must be a DNS name or an IP address"):
-        folder.make(tmp_path / "other", addresses=["fe80::1%eth0"], port=9093, days=30, passphrase="")
+        make(tmp_path / "other", "fe80::1%eth0")
 
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "::1"])
@@ -237,13 +229,6 @@ def test_whatever_a_name_stands_for_the_superlink_listens_there(tmp_path, client
         pytest.skip("no IPv6")
     with listening(made.bind_host, 0) as server:
         socket.create_connection((client, server.getsockname()[1]), timeout=5).close()
-
-
-def test_superlink_is_not_started_with_an_expired_certificate(coordinator):
-    past = datetime.now(UTC) - timedelta(days=2)
-    certificate(coordinator, coordinator.addresses, 1, not_before=past)
-    with pytest.raises(InputError, match="has expired; run `renew`"):
-        superlink.start(coordinator, print)
 
 
 def test_nodes_trust_the_old_authority_and_the_new_until_the_old_is_taken_out(coordinator, passphrase_file):
@@ -279,34 +264,27 @@ def test_a_run_begins_as_planned_with_all_who_are_registered(planned, tmp_path):
     assert (values["num_clients"], values["min_clients"]) == (4, 3)  # partition 1 has left
     for client in (4, 5):
         (planned.nodes / f"{client}.pub").touch()
+    # One of five may be missing, unless all are needed.
     for number, more in ((4, []), (5, ["colluding_clients=3"]), (3, ["min_clients=3"])):
-        assert runs.run_values(planned, more)["min_clients"] == number, (
-            "one of five may be missing, unless all are needed"
-        )
+        assert runs.run_values(planned, more)["min_clients"] == number
     assert runs.run_values(planned, ["secure_aggregation=false"])["min_clients"] == 1
     planned.plan.write_text("rouns = 3\n")
     with pytest.raises(InputError, match="rouns: unknown configuration key"):
         runs.run_values(planned, [])
 
 
-def test_run_gets_a_folder_the_keys_of_the_nodes_and_checked_values(coordinator):
-    values = runs.run_values(coordinator, ["rounds=3", "model=all-MiniLM-L6-v2", "client_sizes=[3, 4]"])
-    assert values["node_keys"] == str(coordinator.vaults)
-    assert Path(values["out"]).parent == coordinator.runs
-    assert (values["rounds"], values["client_sizes"]) == (3, "3,4")
-    assert values["engine"] == "flower"
-
-
-def test_paths_of_a_run_become_absolute(coordinator, tmp_path, monkeypatch):
+def test_run_gets_a_folder_the_keys_of_the_nodes_checked_values_and_absolute_paths(coordinator, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/anna")
     (tmp_path / "test.csv").write_text("text,label\n")
+    given = ["rounds=3", "model=all-MiniLM-L6-v2", "client_sizes=[3, 4]"]
+    values = runs.run_values(coordinator, given)
+    assert values["node_keys"] == str(coordinator.vaults)
+    assert Path(values["out"]).parent == coordinator.runs
+    assert (values["rounds"], values["client_sizes"], values["engine"]) == (3, "3,4", "flower")
     values = runs.run_values(coordinator, ["out=~/runs/1", "ledger=own.sqlite", "test_data=test.csv"])
-    assert [values[key] for key in ("out", "ledger", "test_data")] == [
-        "/home/anna/runs/1",
-        str(tmp_path / "own.sqlite"),
-        str(tmp_path / "test.csv"),
-    ]
+    own = ["/home/anna/runs/1", str(tmp_path / "own.sqlite"), str(tmp_path / "test.csv")]
+    assert [values[key] for key in ("out", "ledger", "test_data")] == own
 
 
 def test_resumed_run_has_the_configuration_that_it_began_with(coordinator, tmp_path):
@@ -319,9 +297,8 @@ def test_resumed_run_has_the_configuration_that_it_began_with(coordinator, tmp_p
 
 
 def test_wrong_run_configuration_starts_nothing(coordinator):
-    done = deploy("run", coordinator.folder, "-c", "rouns=1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: rouns: unknown configuration key; did you mean rounds?\n"
+    said = refused("run", coordinator.folder, "-c", "rouns=1")
+    assert said == "error: rouns: unknown configuration key; did you mean rounds?\n"
 
 
 def test_run_approves_its_checkout_and_names_what_is_not_committed(coordinator, monkeypatch):
@@ -340,14 +317,9 @@ def test_run_approves_its_checkout_and_names_what_is_not_committed(coordinator, 
 
 
 EARLY = "run 7 ended early: all clients have retired"
-ABOVE = "run 7: epsilon 2.77 is above target_epsilon = 2 on the local view"
-SPENT = {
-    "stopped_early": None,
-    "target_epsilon": 2.0,
-    "privacy_view": "local",
-    "epsilon_local_max": 2.77,
-    "rounds_charged_again": [3, 4],
-}
+ABOVE = "run 7: epsilon 2.77 is above target_epsilon = 2 on the local view: rounds 3, 4 were charged again"
+SPENT = {"stopped_early": None, "target_epsilon": 2.0, "privacy_view": "local", "epsilon_local_max": 2.77}
+SPENT |= {"rounds_charged_again": [3, 4]}
 
 
 @pytest.mark.parametrize(
@@ -355,7 +327,7 @@ SPENT = {
     [
         ("finished:completed", {"stopped_early": None}, 0, []),
         ("finished:completed", SPENT | {"epsilon_local_max": 2.0}, 0, []),
-        ("finished:completed", SPENT, 3, [f"{ABOVE}: rounds 3, 4 were charged again"]),
+        ("finished:completed", SPENT, 3, [ABOVE]),
         ("finished:completed", SPENT | {"epsilon_this_run_max": 1.9}, 0, []),
         ("finished:completed", {"stopped_early": "all clients have retired"}, 1, [EARLY]),
         ("finished:failed", {"stopped_early": None}, 1, []),
@@ -393,16 +365,7 @@ def test_a_log_stream_that_is_lost_is_said_and_taken_up_where_it_was(coordinator
 
 @pytest.mark.parametrize("command", ["start", "run", "renew", "doctor"])
 def test_folder_that_was_never_made_is_said_in_one_line(tmp_path, command):
-    done = deploy(command, tmp_path)
-    assert done.returncode == 2
-    assert "make the folder with `init` first" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_settings_file_with_a_wrong_key_is_named(coordinator):
-    (coordinator.folder / "coordinator.toml").write_text('addresses = ["h.org"]\nprot = 9093\n')
-    with pytest.raises(InputError, match=r"coordinator\.toml: prot = 9093: "):
-        Coordinator.read(coordinator.folder)
+    assert "make the folder with `init` first" in refused(command, tmp_path)
 
 
 def test_a_backup_of_a_coordinator_in_use_starts_in_its_place(coordinator, tmp_path):
@@ -428,3 +391,45 @@ def test_a_backup_of_a_coordinator_in_use_starts_in_its_place(coordinator, tmp_p
     assert restored.server_key.stat().st_mode & 0o777 == 0o600
     before, since = ({path.name for path in each.folder.iterdir()} for each in (coordinator, restored))
     assert before - since <= {"state.db-wal", "state.db-shm"}, "empty folders too, without which nothing starts"
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Coordinator:
+    """A coordinator whose folder has what systemd reads as something else in its name."""
+    return make(tmp_path / "fed 100% $x", "fl.example.org")
+
+
+def test_the_superlink_writes_its_own_folder_alone_and_not_its_authority(odd):
+    lines = units(odd)[0].text().splitlines()
+    folder = str(odd.folder).replace("%", "%%")
+    assert [line for line in lines if line.startswith("ReadWritePaths")] == [f'ReadWritePaths="{folder}"']
+    assert f'InaccessiblePaths="-{folder}/ca.key"' in lines
+    assert {"ProtectSystem=strict", "NoNewPrivileges=yes", "PrivateTmp=yes", "Restart=on-failure"} <= set(lines)
+    (start,) = [line for line in lines if line.startswith("ExecStart=")]
+    assert start.endswith(f'"server.deploy" "start" "{folder.replace("$", "$$")}"')
+
+
+@pytest.mark.parametrize(("port", "capability"), [(443, "CAP_NET_BIND_SERVICE"), (9093, "")])
+def test_a_port_of_roots_needs_a_capability_and_a_run_elsewhere_its_folder(tmp_path, port, capability):
+    planned = {"data": "on-nodes", "labels": ["a", "b"], "out": str(tmp_path / "disk" / "run")}
+    made = make(tmp_path / "fed", "::1", port=port, planned=planned)
+    text = units(made)[0].text()
+    assert f"\nCapabilityBoundingSet={capability}\nAmbientCapabilities={capability}\n" in text
+    assert f'\nReadWritePaths="{tmp_path}"\n' in text
+    (tmp_path / "unit.service").write_text(text)
+    if shutil.which("systemd-analyze"):
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / "unit.service"], capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_unit(odd, tmp_path):
+    (unit,) = units(odd)
+    file = tmp_path / f"{unit.name}.service"
+    file.write_text(unit.text())
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", file], capture_output=True, text=True)
+    ours = [line for line in done.stderr.splitlines() if "fedpriv" in line]
+    assert (done.returncode, ours) == (0, []), done.stderr
+    command = ["systemd-analyze", "security", "--offline=yes", "--threshold=30", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-300:]  # an exposure below 3.0 of 10

@@ -10,20 +10,17 @@ import pytest
 from fedpriv.config import parse
 from fedpriv.operate.metrics import Measured
 from fedpriv.runs import RunWriter, marked_alive
-from server.deploy import certificates, folder, metrics
+from server.deploy import certificates, metrics
 from server.deploy.folder import Coordinator
 from simulations.sites import free_port, wait_until
 from tests.monitoring import Samples, exported, firing, names, parsed, text_of, value
 from tests.runs.written import SIZES, client_row, registrations, round_row
-
-PASSPHRASE = "correct horse battery"
+from tests.server.deploy.conftest import PASSPHRASE, make
 
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Coordinator:
-    return folder.make(
-        tmp_path / "co", addresses=["127.0.0.1"], port=free_port(), days=30, passphrase=PASSPHRASE, metrics=True
-    )
+    return make(tmp_path / "co", "127.0.0.1", port=free_port(), metrics=True)
 
 
 def superlink(coordinator: Coordinator, num_online: int | None = 0) -> Samples:
@@ -103,7 +100,7 @@ def test_they_are_written_if_the_settings_say_so(coordinator):
 
 
 def test_by_default_they_are_not(tmp_path):
-    made = folder.make(tmp_path / "co", addresses=["127.0.0.1"], port=9093, days=30, passphrase=PASSPHRASE)
+    made = make(tmp_path / "co", "127.0.0.1")
     said: list[str] = []
     metrics.write(made, lambda: 3, said.append)
     assert (made.metrics, said) == (False, [])
