@@ -9,12 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import load
+from fedpriv.learning.adapters import load, write
+from fedpriv.learning.adapters._arithmetic import factors_of, non_lora_tensors
 from fedpriv.learning.aggregation.rules import RULES
+from fedpriv.learning.data.records import collate
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.workbench import workbench
@@ -28,22 +30,22 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs._writer import RunWriter
 from fedpriv.runs.show._report_page import write_report
 from server import registry
-from server.observer import LogObserver
-from simulations.engines import federation
+from tests import architectures
 from tests.cli.command_line import as_json, fedpriv
+from tests.marks import slow
+from tests.server.parts import run, summary
 
 # With small blocks there are many of them; a bound of a twentieth is two of the 48 test records.
 KEPT = {"variant_rounds": [1, 2], "dedup_block_size": 16, "dedup_utility_bound": 0.5, "rounds": 3}
 
 
-def run(values, out: Path, **changes) -> Path:
-    federation.run(parse({**values, **KEPT, "out": str(out), **changes}), LogObserver())
-    return out
+def kept_run(values, out: Path, **changes) -> Path:
+    return run({**values, **KEPT}, out, **changes)
 
 
 @pytest.fixture(scope="module")
 def deduplicated(small_run, tmp_path_factory) -> Path:
-    return run(small_run, tmp_path_factory.mktemp("runs") / "run", dedup="drd")
+    return kept_run(small_run, tmp_path_factory.mktemp("runs") / "run", dedup="drd")
 
 
 def described(folder: Path) -> dict[str, folders.Described]:
@@ -67,9 +69,8 @@ def test_a_global_model_descends_from_every_charge_so_far_and_a_clients_from_its
 
 def test_the_final_models_epsilon_is_the_ledgers(deduplicated):
     final = described(deduplicated)["global"]
-    summary = json.loads((deduplicated / "summary.json").read_text())
     cost = {each.data_sets: each for each in cost_of([final]).by_data_set}
-    assert cost_of([final]).guarantee.epsilon == pytest.approx(summary["epsilon_local_max"], rel=1e-9)
+    assert cost_of([final]).guarantee.epsilon == pytest.approx(summary(deduplicated)["epsilon_local_max"], rel=1e-9)
     with Ledger(deduplicated / "ledger.sqlite") as ledger:
         for (id_,), each in cost.items():
             events = [release.event for release in ledger.releases(id_)]
@@ -125,9 +126,9 @@ def test_the_report_shows_the_variants_and_what_they_take(deduplicated):
         assert text in page
 
 
-@pytest.mark.parametrize("rule", [pytest.param("dp-lora", marks=pytest.mark.slow), "fed-sb"])
+@pytest.mark.parametrize("rule", [*slow("dp-lora"), "fed-sb"])
 def test_a_run_stores_without_loss_what_nothing_validates(small_run, tmp_path, rule):
-    folder = run(small_run, tmp_path / "run", dedup="lossless", aggregation=rule)
+    folder = kept_run(small_run, tmp_path / "run", dedup="lossless", aggregation=rule)
     with Store(folder / "store", read_only=True) as store:
         assert store.names == sorted(described(folder))
         for name in store.names:
@@ -144,7 +145,7 @@ def test_a_run_stores_without_loss_what_nothing_validates(small_run, tmp_path, r
 
 
 def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_path):
-    folder = run(small_run, tmp_path / "run", variant_clients=False)
+    folder = kept_run(small_run, tmp_path / "run", variant_clients=False)
     assert not (folder / "store").exists()
     assert set(described(folder)) == {"global", "round-1", "round-2"}
     options = ["--block-size", "16", "-o", "min_batch=2", "--fairness", "outcome"]
@@ -154,13 +155,10 @@ def test_without_deduplication_the_command_line_does_it_later(small_run, tmp_pat
 
 
 # The evaluator refuses fed-sb by name: tests/simulations/test_rules.py.
-@pytest.mark.parametrize(
-    "rule",
-    [pytest.param(rule, marks=[] if rule == "flora" else pytest.mark.slow) for rule in RULES if rule != "fed-sb"],
-)
+@pytest.mark.parametrize("rule", ["flora", *slow(*sorted(set(RULES) - {"flora", "fed-sb"}))])
 def test_the_evaluator_sees_what_the_server_saw_and_leaves_the_model_as_it_was(small_run, tmp_path, rule):
     changes = {"noise_multiplier": 0.0, "aggregation": rule, "relevance_threshold": 0.0, "batch_size": 16}
-    folder = run(small_run, tmp_path / "run", **changes)
+    folder = kept_run(small_run, tmp_path / "run", **changes)
     evaluator = AdapterEvaluator.of_run(folder)
     evaluator.model.merge({})  # the run has left in it what aggregation added
     before = {name: tensor.clone() for name, tensor in evaluator.model.peft_model.state_dict().items()}
@@ -176,10 +174,9 @@ def test_the_evaluator_sees_what_the_server_saw_and_leaves_the_model_as_it_was(s
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(small_run, tmp_path):
-    folder = run(small_run, tmp_path / "run", variant_clients=False)
-    evaluator, name = AdapterEvaluator.of_run(folder), "base_model.model.classifier.bias"
-    tensors = folders.read_tensors(folder / "variants" / "global")
+def test_the_evaluators_saliency_is_the_gradient_of_the_mean_loss(deduplicated):
+    evaluator, name = AdapterEvaluator.of_run(deduplicated), "base_model.model.classifier.bias"
+    tensors = folders.read_tensors(deduplicated / "variants" / "global")
 
     def loss(step: float) -> float:
         moved = {**tensors, name: tensors[name] + step * np.eye(len(tensors[name]), dtype=np.float32)[0]}
@@ -232,7 +229,7 @@ def test_the_command_fits_its_blocks_to_a_small_model_and_validates_on_as_many_r
 
 
 def test_a_part_of_the_test_set_serves_for_validation(small_run, tmp_path):
-    folder = run(small_run, tmp_path / "run", dedup="dred", dedup_records=20, variant_clients=False)
+    folder = kept_run(small_run, tmp_path / "run", dedup="dred", dedup_records=20, variant_clients=False)
     with Store(folder / "store", read_only=True) as store:
         outcomes = [store.manifest(name).provenance["outcome"] for name in store.names]
     for outcome in outcomes:
@@ -242,3 +239,91 @@ def test_a_part_of_the_test_set_serves_for_validation(small_run, tmp_path):
 def test_rounds_that_the_run_does_not_have_are_refused(small_run):
     with pytest.raises(InputError, match=r"variant_rounds = \[4\]: the run has 2 rounds"):
         parse({**small_run, "variant_rounds": [4]})
+
+
+def test_the_mean_of_what_recurs_is_a_variant_of_all_uploads_that_were_compared(small_run, tmp_path):
+    folder = run(small_run, tmp_path / "run", integral_epsilon=1000.0)
+    found = summary(folder)["integral"]
+    (cluster,) = found["clusters"]
+    assert cluster["clients"] == ["client-0", "client-1", "client-2"]
+    assert cluster["recurrence"] == cluster["k"] == 3
+    adapters = [load_file(folder / "variants" / name / "adapter_model.safetensors") for name in cluster["clients"]]
+    mean = load_file(folder / "variants" / found["mean"] / "adapter_model.safetensors")
+    for layer, (b, a) in factors_of(mean).items():
+        products = torch.stack([factors_of(each)[layer][0] @ factors_of(each)[layer][1] for each in adapters])
+        torch.testing.assert_close(b @ a, products.mean(dim=0), atol=1e-5, rtol=1e-4)
+    for name, tensor in non_lora_tensors(mean).items():
+        torch.testing.assert_close(tensor, torch.stack([each[name] for each in adapters]).mean(dim=0))
+    config = json.loads((folder / "variants" / found["mean"] / "adapter_config.json").read_text())
+    assert config["lora_alpha"] / config["r"] == pytest.approx(16 / 4), "the products count as in training"
+    mean, last = (folders.read(folder / "variants" / name) for name in (found["mean"], "global"))
+    assert mean.history.ancestors == last.history.ancestors
+    page = (folder / "report.html").read_text()
+    assert "Variants that recur" in page
+    assert "This is not differential privacy" in " ".join(page.split())
+
+
+def test_where_nothing_recurs_every_client_is_alone_and_no_claim_is_made(small_run, tmp_path):
+    folder = run(small_run, tmp_path / "run", integral_epsilon=0.0, rounds=1)
+    found = summary(folder)["integral"]
+    assert [cluster["recurrence"] for cluster in found["clusters"]] == [1, 1, 1]
+    assert {cluster["k"] for cluster in found["clusters"]} == {1}
+    assert "1, no claim" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"secure_aggregation": True, "min_clients": 3, "local_steps": 1}, "it compares single uploads"),
+        *(
+            ({"aggregation": rule}, f".* aggregation = {rule} uploads one factor alone")
+            for rule in ("ffa-lora", "fed-sb")
+        ),
+    ],
+)
+def test_uploads_that_nobody_may_see_or_that_hold_one_factor_are_not_compared(small_run, changes, message):
+    with pytest.raises(InputError, match=f"integral_epsilon: {message}"):
+        parse({**small_run, **changes, "integral_epsilon": 0.1})
+
+
+@pytest.fixture(scope="module", params=[*slow("roberta"), "distilbert"])
+def replaced_head(request, table, tiny_bert, tmp_path_factory):
+    """The configuration and the folder of a run of the recipe `fedpriv` on an encoder whose head is replaced."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = architectures.save(architectures.random_model(request.param), folder / "model", tokenizer_of=tiny_bert)
+    values = {"model": str(model), "data": str(table), "client_column": "site", "rounds": 12, "lora_rounds": 3}
+    values |= {"dedup": "drd", "dedup_block_size": 16, "variant_rounds": [11]}
+    values |= {"target_epsilon": 100.0, "delta": 1e-5}
+    values |= {"simulate": True, "comparison": False}
+    return parse(values), run(values, folder / "run")
+
+
+def test_it_learns_with_adapter_and_head_and_the_saved_adapter_gives_its_logits_and_accuracy(replaced_head):
+    config, folder = replaced_head
+    found, saved = summary(folder), folder / "variants" / "global"
+    assert found["accuracy"] > found["majority_accuracy"] + 0.3
+    assert found["adapters_moved"], found["unmoved_tensors"]
+    bench = workbench(config)
+    write(bench.model.peft_model, load_file(saved / "adapter_model.safetensors"))
+    batch = collate(bench.test.items())
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        loaded = load(config.model, saved)(**batch).logits
+        assert torch.equal(loaded, bench.model.peft_model(**batch).logits)
+    assert float((loaded.argmax(dim=1) == labels).float().mean()) == pytest.approx(found["accuracy"])
+
+
+def test_variants_are_validated_and_restored_with_the_same_head(replaced_head):
+    _, folder = replaced_head
+    evaluator = AdapterEvaluator.of_run(folder)
+    before = load_file(folder / "variants" / "global" / "adapter_model.safetensors")
+    everyone = np.arange(evaluator.num_records)
+    accuracy = evaluator.utilities({name: tensor.numpy() for name, tensor in before.items()}, everyone).mean()
+    assert accuracy == pytest.approx(summary(folder)["accuracy"])
+    with Store(folder / "store", read_only=True) as store:
+        assert {"global", "round-11", "client-0"} <= set(store.names)
+        restored = {name: np.array(array) for name, array in store.tensors("global").items()}
+        outcome = store.manifest("global").provenance["outcome"]
+    proof = proof_records(len(everyone)) if outcome["num_replaced"] else everyone
+    assert evaluator.utilities(restored, proof).mean() == pytest.approx(outcome["utility_after"])
+    assert (evaluator.saliency(restored, everyone)["base_model.model.classifier.weight"] > 0).any()
