@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
@@ -20,7 +21,7 @@ from fedpriv.learning.training.rounds import mean_of_sum
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.mechanisms.discrete_gaussian import integers
-from fedpriv.runs.plan.preflight import check_clients
+from fedpriv.runs.plan.preflight import check_clients, objections_to_aggregate
 from server.exchange import set_message_id
 from server.round import client_rows
 from server.strategy import RuleStrategy
@@ -161,3 +162,32 @@ def test_a_holder_reads_the_others_sum_off_the_next_model_and_each_has_paid_for_
         assert np.abs(unknown).max() < 1e-5 * deviations[reader]
         for client in others:
             assert scales[client] * deviations[client] <= math.hypot(*(deviations[k] for k in others))
+
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "yogi")
+COST = ("phase", "client", "round", "event", "rho_bar", "aggregate_scale", "delta", "noise_source")
+
+
+def test_the_server_optimizer_decides_the_model_and_neither_a_charge_nor_an_epsilon(small_run, tmp_path):
+    """Of runs that differ in nothing else."""
+    sums = {"local_steps": 1, "secure_aggregation": True, "min_clients": 3, "privacy_view": "aggregate"}
+    costs, rounds = {}, {}
+    for optimizer in OPTIMIZERS:
+        folder = run(small_run, tmp_path / optimizer, **sums, server_optimizer=optimizer)
+        rounds[optimizer] = pd.read_csv(folder / "rounds.csv")
+        with reading(folder / "ledger.sqlite") as db:
+            costs[optimizer] = [tuple(getattr(entry, name) for name in COST) for entry in db.entries()]
+    assert sum(cost[0] == "released" for cost in costs["sgd"]) == 2 * 3
+    assert all(each == costs["sgd"] for each in costs.values())
+    assert len({each["test_loss"].iloc[-1] for each in rounds.values()}) == len(OPTIMIZERS)
+    for column in ("epsilon_local_max", "epsilon_rho_max", "epsilon_aggregate_max"):
+        assert all(each[column].equals(rounds["sgd"][column]) for each in rounds.values())
+        assert rounds["sgd"][column].notna().all(), "the view holds with every one of them"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_aggregate_view_objects_to_the_clients_optimizer_alone(small_run, optimizer):
+    values = small_run | {"local_steps": 1, "secure_aggregation": True, "min_clients": 3, "server_optimizer": optimizer}
+    assert objections_to_aggregate(parse(values)) == ()
+    with pytest.raises(InputError, match="optimizer = adamw: secure_aggregation = true"):
+        parse(values | {"optimizer": "adamw"})
