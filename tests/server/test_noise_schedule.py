@@ -16,6 +16,7 @@ from fedpriv.runs.files import CONFIG
 from server.checkpoint import check_configuration
 from server.costs import RoundCosts
 from simulations.api import _resolved
+from tests.marks import slow
 
 SIZES, DELTA = (300, 200), 1e-5
 ADAPTER = {
@@ -46,19 +47,15 @@ def test_each_round_costs_its_own_event_and_all_together_what_these_compose_to()
     assert [of_run.event(0, round_) for round_ in range(1, 6)] == list(map(gaussian, Z))
     assert [count for _, count in of_run.planned(0, 0, 5)] == [1, 2, 1, 1]
     assert of_run.events(0, 3, 2) == [gaussian(5.0), gaussian(4.0)]
-    whole = gaussian(1 / math.sqrt(sum(1 / z**2 for z in Z)))
-    assert epsilon_of(of_run.events(0, 0, 5), DELTA).epsilon == pytest.approx(
-        epsilon_of([whole], DELTA).epsilon, rel=1e-3
-    )
-
-
-def test_a_pair_sets_the_sampling_of_its_round_too():
+    whole = epsilon_of([gaussian(1 / math.sqrt(sum(1 / z**2 for z in Z)))], DELTA).epsilon
+    assert epsilon_of(of_run.events(0, 0, 5), DELTA).epsilon == pytest.approx(whole, rel=1e-3)
+    # A pair sets the sampling of its round too.
     pairs = [[9.0, 1.0], [3.0, 0.5], [2.0, 0.5], [2.0, 0.25], [1.5, 0.125]]
     of_run = costs(scheduled(pairs))
     assert [of_run.event(1, round_) for round_ in range(1, 6)] == [gaussian(z, q) for z, q in pairs]
 
 
-@pytest.mark.parametrize("keys", [{}, {"recipe": "per-sample", "lora_rounds": "", "local_steps": 1}])
+@pytest.mark.parametrize("keys", [{}, *slow({"recipe": "per-sample", "lora_rounds": "", "local_steps": 1})])
 def test_a_target_scales_the_schedule_and_keeps_its_shape(keys):
     found = calibrated(scheduled(target_epsilon=2.0, **keys), SIZES, ADAPTER)
     assert [z / found.scheduled[0][0] for z, _ in found.scheduled] == pytest.approx([z / Z[0] for z in Z])
@@ -70,11 +67,9 @@ def test_a_target_scales_the_schedule_and_keeps_its_shape(keys):
 def test_rates_follow_the_noise_that_the_rounds_leave_together_and_a_level_schedule_changes_none():
     level = scheduled([5.0] * 5, lora_sampling_probability=0.1)
     plain = replace(level, noise_schedule=(), noise_multiplier=5.0, start_noise_multiplier=5.0)
-    rates = [with_learning_rates(config, SIZES, ADAPTER) for config in (level, plain)]
-    assert RunSchedule.of(rates[0]).phases == RunSchedule.of(rates[1]).phases
-    assert [RunSchedule.of(rates[0]).spec(k) for k in range(1, 7)] == [
-        RunSchedule.of(rates[1]).spec(k) for k in range(1, 7)
-    ]
+    one, other = (RunSchedule.of(with_learning_rates(config, SIZES, ADAPTER)) for config in (level, plain))
+    assert one.phases == other.phases
+    assert [one.spec(k) for k in range(1, 7)] == [other.spec(k) for k in range(1, 7)]
     uneven = with_learning_rates(scheduled([5.0, 2.0, 7.0, 5.0, 5.0]), SIZES, ADAPTER)
     assert uneven.main_phase.noise_multiplier == pytest.approx(math.sqrt((4 + 49) / 2))
     huge = scheduled([5.0, 1e300, 1e300, 5.0, 5.0])

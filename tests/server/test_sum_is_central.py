@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpriv.config import RunConfig, parse
+from fedpriv.config import RunConfig
 from fedpriv.learning.adapters.pooling import BIAS_SCALE
 from fedpriv.learning.aggregation import _head_start as head_start
 from fedpriv.learning.training.local_update import UpdateSpec, trained_names
@@ -15,8 +15,7 @@ from fedpriv.learning.training.rounds import RunSchedule, grid_of
 from fedpriv.privacy.mechanisms import discrete_gaussian as grid
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
-from server.observer import LogObserver
-from simulations.engines import federation
+from tests.server.parts import run
 from tests.tiny import LABELS, write_table
 
 SIZES = {0: 27, 1: 18, 2: 15}
@@ -42,21 +41,11 @@ def values(tiny_bert, tmp_path_factory) -> dict[str, object]:
     """Rounds of the head, and two of A, B and head, of all records and with momentum."""
     records = write_table(tmp_path_factory.mktemp("central") / "records.csv", NUM_RECORDS)
     return {
-        "model": str(tiny_bert),
-        "data": str(records),
-        "test_data": str(records),
-        "layers": "last-1",
-        "rounds": 5,
-        "lora_rounds": 2,
-        "sampling_probability": 1.0,
-        "lora_sampling_probability": 1.0,
+        **{"model": str(tiny_bert), "data": str(records), "test_data": str(records), "layers": "last-1"},
+        **{"rounds": 5, "lora_rounds": 2, "sampling_probability": 1.0, "lora_sampling_probability": 1.0},
         **dict.fromkeys(("learning_rate", "lora_learning_rate", "lora_head_learning_rate"), RATE),
         **noise(1.0),
-        "base_dtype": "float32",
-        "evaluate_every": 1000,
-        "simulate": True,
-        "comparison": False,
-        "baselines": False,
+        **{"base_dtype": "float32", "evaluate_every": 1000, "simulate": True, "comparison": False, "baselines": False},
     }
 
 
@@ -91,7 +80,7 @@ def noises(monkeypatch) -> list[torch.Tensor]:
 
 def trained(values, out, **changes) -> tuple[RunConfig, dict[str, torch.Tensor]]:
     """The run's configuration and its last global adapter."""
-    federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
+    run(values, out, **changes)
     return files.read_config(out), load_file(out / "variants" / "global" / "adapter_model.safetensors")
 
 
