@@ -135,8 +135,7 @@ LATE = r"round_seconds = 3600: site 1 \(1\) replies after 5,793 s; .*fewer local
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
-    [(OBJECTION, r"site 1 \(1\) refuses it: num_rounds = 6: above"), ({"reply_seconds": 5793.0}, LATE)],
+    ("said", "why"), [(OBJECTION, r"site 1 \(1\) refuses it: num_rounds = 6: above"), ({"reply_seconds": 5793.0}, LATE)]
 )
 def test_what_one_node_would_refuse_or_answer_too_late_costs_no_node_anything(said, why):
     """`min_clients` others are enough for the run, and yet nobody is charged for what one of all can never count in."""

@@ -223,9 +223,7 @@ def test_the_evidence_of_a_resumed_run_is_confirmed(small_run, tmp_path):
     assert sum("its registration is signed by ssh-ed25519" in line for line in lines) == 3
 
 
-def test_the_command_line_resumes_with_the_run_s_own_keys_and_a_finished_run_can_be_finished_again(
-    interrupted,
-):
+def test_the_command_line_resumes_with_the_run_s_own_keys_and_a_finished_run_can_be_finished_again(interrupted):
     values, folder = interrupted
     runner = CliRunner()
     refused = runner.invoke(command.app, ["run", "--resume", str(folder), "-c", "rounds=9"])

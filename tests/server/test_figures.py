@@ -22,10 +22,6 @@ def test_scikit_learn_finds_the_same(num, num_classes):
     assert macro_f1(confusion) == pytest.approx(metrics.f1_score(labels, predicted, average="macro", zero_division=0))
 
 
-def test_rows_are_true_classes():
-    assert confusion_matrix([0, 0, 1], [1, 1, 1], 3) == ((0, 2, 0), (0, 1, 0), (0, 0, 0))
-
-
 def test_a_model_that_always_guesses_the_largest_class_has_its_share_and_a_low_f1():
     confusion = ((60, 0), (40, 0))
     assert majority_share(confusion) == 0.6
@@ -48,20 +44,15 @@ def draw(num: int, seed: int) -> tuple[TokenLosses, TokenLosses]:
     return before, TokenLosses(sums=counts * (per_token + change), counts=counts)
 
 
-def test_the_change_is_the_difference_of_the_log_perplexities():
-    before, after = draw(50, seed=0)
-    expected = math.log(after.perplexity) - math.log(before.perplexity)
-    assert log_perplexity_change(before, after).mean == pytest.approx(expected)
-
-
-def test_the_standard_error_is_that_of_resampled_records():
+def test_the_change_is_the_difference_of_the_log_perplexities_and_its_error_that_of_resampled_records():
     before, after = draw(400, seed=1)
-    rng = np.random.default_rng(2)
+    found = log_perplexity_change(before, after)
+    assert found.mean == pytest.approx(math.log(after.perplexity) - math.log(before.perplexity))
     differences = after.sums - before.sums
-    chosen = rng.integers(0, 400, (4000, 400))
+    chosen = np.random.default_rng(2).integers(0, 400, (4000, 400))
     resampled = differences[chosen].sum(axis=1) / after.counts[chosen].sum(axis=1)
     # 4,000 resamples know their deviation to 1.1 %; the delta method errs by O(1 / 400).
-    assert log_perplexity_change(before, after).standard_error == pytest.approx(resampled.std(), rel=0.05)
+    assert found.standard_error == pytest.approx(resampled.std(), rel=0.05)
 
 
 def test_the_standard_error_is_the_deviation_over_independent_test_sets():
@@ -70,16 +61,13 @@ def test_the_standard_error_is_the_deviation_over_independent_test_sets():
     assert np.mean([found.standard_error for found in changes]) == pytest.approx(deviation, rel=0.08)
 
 
-def test_records_of_another_set_are_refused():
+def test_records_of_another_set_are_refused_and_without_tokens_nothing_changes():
     with pytest.raises(ValueError, match="not of the same records"):
         log_perplexity_change(draw(5, seed=0)[0], draw(5, seed=1)[0])
+    empty = TokenLosses(sums=np.zeros(2), counts=np.zeros(2, dtype=np.int64))
+    assert log_perplexity_change(empty, empty) is None
 
 
 def test_one_record_has_no_standard_error():
     assert mean_estimate(np.array([0.25])).standard_error is None
     assert mean_estimate(np.array([0.0, 1.0])).standard_error == pytest.approx(0.5)
-
-
-def test_without_tokens_nothing_changes():
-    empty = TokenLosses(sums=np.zeros(2), counts=np.zeros(2, dtype=np.int64))
-    assert log_perplexity_change(empty, empty) is None

@@ -118,12 +118,7 @@ class Nodes:
 def in_sum(nodes: Nodes, node_keys) -> dict[int, tuple[int, Registration]]:
     """Who of three takes part in sums, once all have been looked at."""
     return register_nodes(
-        nodes,
-        num_expected=3,
-        wait=600,
-        node_keys=node_keys,
-        secure_aggregation=True,
-        goes_on=lambda: nodes.looks > 3,
+        nodes, num_expected=3, wait=600, node_keys=node_keys, secure_aggregation=True, goes_on=lambda: nodes.looks > 3
     )
 
 

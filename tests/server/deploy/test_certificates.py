@@ -47,12 +47,9 @@ def test_openssl_verifies_the_chain_too_and_private_keys_are_their_owners_alone(
     assert {(certified / name).stat().st_mode & 0o777 for name in ("ca.key", "server.key")} == {0o600}
 
 
-def test_server_certificate_ends_no_later_than_its_authority(folder):
+def test_server_certificate_ends_no_later_than_its_authority_and_one_of_the_past_has_expired(folder):
     certificates.make_server_certificate(folder, ["fl.example.org"], 3000)
     assert certificates.valid_until(folder / "server.crt") == certificates.valid_until(folder / "ca.crt")
-
-
-def test_certificate_of_the_past_has_expired(folder):
     certificates.make_server_certificate(folder, ["h.org"], 1, not_before=datetime.now(UTC) - timedelta(days=2))
     assert certificates.valid_until(folder / "server.crt") < datetime.now(UTC)
 
@@ -71,17 +68,20 @@ def test_authority_is_never_overwritten(folder):
     assert (folder / "ca.key").read_bytes() == before
 
 
-@pytest.mark.parametrize("host", ["", "a b", "host:9093", "https://h.org", "300.1.2.3", "10.0.0", "-a.org", "a..b"])
-def test_host_that_is_none_is_refused_before_anything_is_written(folder, host):
-    with pytest.raises(InputError, match="must be a DNS name or an IP address"):
-        certificates.make_server_certificate(folder, [host], 30)
+NO_HOSTS = ("", "a b", "host:9093", "https://h.org", "300.1.2.3", "10.0.0", "-a.org", "a..b")
+
+
+@pytest.mark.parametrize(
+    ("host", "days", "message"),
+    [
+        *((host, 30, "must be a DNS name or an IP address") for host in NO_HOSTS),
+        *(("h.org", days, "days = ") for days in (0, -1, 10**6)),
+    ],
+)
+def test_host_or_validity_without_sense_is_refused_before_anything_is_written(folder, host, days, message):
+    with pytest.raises(InputError, match=message):
+        certificates.make_server_certificate(folder, [host], days)
     assert not (folder / "server.key").exists()
-
-
-@pytest.mark.parametrize("days", [0, -1, 10**6])
-def test_validity_without_sense_is_refused(folder, days):
-    with pytest.raises(InputError, match="days = "):
-        certificates.make_server_certificate(folder, ["h.org"], days)
 
 
 def test_key_of_another_authority_signs_nothing(folder, tmp_path_factory):

@@ -96,9 +96,8 @@ def test_an_exchanged_key_ends_and_what_the_vaults_old_one_signed_still_tells(co
     assert superlink_of[-1] == ["supernode", "unregister", "1"]
     assert membership.register(coordinator, 0, new_node, new_vault, replace_old=True)
     assert len(superlink_of) == 3
-    assert (coordinator.nodes / "0.pub").read_text() == f"{new_node}\n"
-    assert (coordinator.vaults / "0.pub").read_text() == f"{new_vault}\n"
-    assert (coordinator.vaults / "0.earlier").read_text() == f"{vault}\n"
+    files = (coordinator.nodes / "0.pub", coordinator.vaults / "0.pub", coordinator.vaults / "0.earlier")
+    assert [file.read_text() for file in files] == [f"{line}\n" for line in (new_node, new_vault, vault)]
 
 
 def test_what_a_crash_has_left_out_is_named_and_made_good(coordinator, superlink_of, make_keys):
@@ -276,7 +275,7 @@ def test_a_node_that_flower_has_forgotten_can_leave(coordinator, superlink_of, a
     """As after a crash between two of the steps, or a lost state.db."""
     membership.invite(coordinator, ["anna"])
     admit(coordinator, apply("anna", 0))
-    refuse = Mock(side_effect=FlowerError("flwr supernode: Node 1 not found for flwr_aid=."))
-    monkeypatch.setattr(coordinator_folder, "flwr", refuse)
+    forgotten = FlowerError("flwr supernode: Node 1 not found for flwr_aid=.")
+    monkeypatch.setattr(coordinator_folder, "flwr", Mock(side_effect=forgotten))
     assert deploy("unregister", coordinator.folder, "anna").returncode == 0
     assert not coordinator.registered()

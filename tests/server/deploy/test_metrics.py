@@ -41,19 +41,15 @@ def write(coordinator: Coordinator, name: str, rounds: int, **config: object) ->
     return writer.path
 
 
-def test_the_superlink_its_nodes_and_its_certificate(coordinator):
-    with socket.create_server(("127.0.0.1", coordinator.port)):
-        found = superlink(coordinator)
-    assert value(found, "fedpriv_superlink_up") == 1
-    assert value(found, "fedpriv_nodes_online") == value(found, "fedpriv_nodes_registered") == 0
-    assert 29 < value(found, "fedpriv_certificate_days_left") < 30
-    assert not firing(found)
-    assert "fedpriv_nodes_online" not in names(superlink(coordinator, None))
-
-
-def test_alerts_of_a_coordinator_fire(coordinator):
+def test_the_superlink_its_nodes_and_its_certificate_and_the_alerts_about_them(coordinator):
     assert firing(superlink(coordinator)) == {"SuperLinkDown"}
     with socket.create_server(("127.0.0.1", coordinator.port)):
+        found = superlink(coordinator)
+        assert value(found, "fedpriv_superlink_up") == 1
+        assert value(found, "fedpriv_nodes_online") == value(found, "fedpriv_nodes_registered") == 0
+        assert 29 < value(found, "fedpriv_certificate_days_left") < 30
+        assert not firing(found)
+        assert "fedpriv_nodes_online" not in names(superlink(coordinator, None))
         (coordinator.nodes / "0.pub").touch()
         assert firing(superlink(coordinator, 0)) == {"NodesMissing"}
         certificates.make_server_certificate(coordinator.folder, ["127.0.0.1"], 13, passphrase=PASSPHRASE)
@@ -88,21 +84,16 @@ def test_a_run_that_died_or_is_silent_fires(coordinator):
     assert firing(newest(coordinator)) == {"ClientsTroubled", "RunSilent", "RunDied"}
 
 
-def test_they_are_written_if_the_settings_say_so(coordinator):
+def test_they_are_written_if_the_settings_say_so_and_by_default_are_not(coordinator, tmp_path):
     said: list[str] = []
     path = coordinator.folder / "metrics" / "fedpriv.prom"
     metrics.write(coordinator, lambda: 3, said.append)
-    assert said == [f"metrics: written to {path}"]
     wait_until(lambda: "fedpriv_superlink_up" in names(exported(coordinator.folder)), "figures", 10)
     blocked = replace(coordinator, folder=coordinator.server_key)
     metrics.write(blocked, lambda: 3, said.append)
+    plain = make(tmp_path / "plain", "127.0.0.1")
+    metrics.write(plain, lambda: 3, said.append)
+    assert (said[0], len(said)) == (f"metrics: written to {path}", 2)
     assert said[1].startswith(f"metrics: not written: {blocked.folder}/metrics/fedpriv.prom: cannot be written (")
-
-
-def test_by_default_they_are_not(tmp_path):
-    made = make(tmp_path / "co", "127.0.0.1")
-    said: list[str] = []
-    metrics.write(made, lambda: 3, said.append)
-    assert (made.metrics, said) == (False, [])
-    assert not (made.folder / "metrics").exists()
-    assert "metrics" not in (made.folder / "coordinator.toml").read_text()
+    assert (plain.metrics, (plain.folder / "metrics").exists()) == (False, False)
+    assert "metrics" not in (plain.folder / "coordinator.toml").read_text()
