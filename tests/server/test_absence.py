@@ -139,18 +139,20 @@ def test_after_two_rounds_without_an_answer_a_node_is_neither_asked_nor_charged(
     assert rows[0].rho_bar == pytest.approx(math.hypot(600, 300) / 900)
 
 
-def test_a_node_that_registers_again_is_asked_from_the_next_round_on(node_keys):
-    link = Link(node_keys, lambda client, round_: client == 2 and 2 <= round_ <= 4)
+@pytest.mark.parametrize(
+    ("is_gone", "charged", "told"),
+    [
+        # It is asked to register in 6, and answers by 7.
+        (lambda t: 2 <= t <= 4, [1, 2, 3, 7, 8], [("skipped", 2, 3), ("returned", 2, 7)]),
+        # One round without an answer is forgiven.
+        (lambda t: t in (2, 4, 6), [*range(1, 9)], []),
+    ],
+)
+def test_a_node_that_registers_again_is_asked_from_the_next_round_on(node_keys, is_gone, charged, told):
+    link = Link(node_keys, lambda client, round_: client == 2 and is_gone(round_))
     assert link.run(8) == []
-    assert link.charged(2) == [1, 2, 3, 7, 8]  # it is asked to register in 6, and answers by 7
-    assert link.told == [("skipped", 2, 3), ("returned", 2, 7)]
-
-
-def test_one_round_without_an_answer_is_forgiven(node_keys):
-    link = Link(node_keys, lambda client, round_: client == 2 and round_ in (2, 4, 6))
-    link.run(6)
-    assert link.charged(2) == [*range(1, 7)]
-    assert link.questions == []
+    assert (link.charged(2), link.told) == (charged, told)
+    assert bool(link.questions) == bool(told)
 
 
 def test_an_error_of_the_node_itself_is_an_answer(node_keys):
@@ -258,33 +260,25 @@ def lossy(gone) -> type[LocalGrid]:
     return Lossy
 
 
-def lived_through(small_run, out, monkeypatch, **changes) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, SECURE], ids=["uploads", "secure aggregation"])
+def test_who_is_skipped_stays_so_over_a_resume_and_pays_for_nothing(small_run, tmp_path, monkeypatch, changes):
+    out, first, second = tmp_path / "run", Notes(), Notes()
     values = {**small_run, "rounds": 6, "min_clients": 2, "round_seconds": 0.1, "evaluate_every": 100, **changes}
     # Client 2 dies in round 2 and client 1 in round 4, after which only the latter comes back.
     monkeypatch.setattr(federation, "LocalGrid", lossy(lambda c, t: (c == 2 and t >= 2) or (c == 1 and t >= 4)))
-    first = Notes()
     with pytest.raises(TooFewClientsError, match="round 4"):
         parts.run(values, out, first)
     name = "2" if changes else "site-2 (2)"
     assert any(f"{name} gave no answer in 2 rounds up to round 3" in text for text in first.notes)
-    (client,) = [each for each in status_of(RunFolder(out, now=0.0)).clients if each.skipped]
-    assert client.client == 2
-
+    assert [each.client for each in status_of(RunFolder(out, now=0.0)).clients if each.skipped] == [2]
     monkeypatch.setattr(federation, "LocalGrid", lossy(lambda c, t: c == 2))
-    parts.run(values, out, second := Notes(), resume=str(out))
+    parts.run(values, out, second, resume=str(out))
     assert name in next(text for text in second.notes if "resumes after round" in text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, SECURE], ids=["uploads", "secure aggregation"])
-def test_who_is_skipped_stays_so_over_a_resume_and_pays_for_nothing(small_run, tmp_path, monkeypatch, changes):
-    out = tmp_path / "run"
-    lived_through(small_run, out, monkeypatch, **changes)
     # Under secure aggregation a node that shows no keys is left out, which costs nothing either.
     ledger, charged = out / "ledger.sqlite", [1] if changes else [1, 2, 3]
     assert [parts.rounds_charged(ledger, client) for client in (2, 0)] == [charged, [1, 2, 3, 4, 5, 6]]
-    rows = pd.read_csv(out / "clients.csv")
-    assert list(rows.query("client == 2")["round"]) == [1, 2, 3]
+    assert list(pd.read_csv(out / "clients.csv").query("client == 2")["round"]) == [1, 2, 3]
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [(e["round"], e["client"]) for e in events if e["event"] == "skipped"] == [(3, 2)]
     assert {c["client"]: c["rounds"] for c in parts.summary(out)["clients"]}[2] == len(charged)

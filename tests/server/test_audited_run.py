@@ -110,16 +110,12 @@ def test_a_run_that_learns_its_records_by_heart_is_found_out_and_its_private_twi
         ({"data": "on-nodes", "test_data": "x.csv", "labels": ["a", "b"]}, "audit a simulation"),
         ({"aggregation": "flora"}, "more than one adapter"),
         ({"noise_on": "upload"}, "protects whole clients"),
+        ({"audit": "mislabelled", "audit_canaries": 70}, "num = 70: the client has only 56 records to mislabel"),
     ],
 )
-def test_what_cannot_be_audited_is_refused_by_name(small_run, changes, message):
+def test_what_cannot_be_audited_is_refused_by_name(small_run, tmp_path, changes, message):
     with pytest.raises(InputError, match=message):
-        parse({**small_run, **AUDIT, **changes})
-
-
-def test_too_few_records_to_mislabel_are_refused(small_run, tmp_path):
-    with pytest.raises(InputError, match="num = 60: the client has only 56 records to mislabel"):
-        audited(parse({**small_run, **AUDIT, "audit": "mislabelled"}), workbench(parse(small_run)), 1)
+        run(small_run | AUDIT, tmp_path / "run", **changes)
 
 
 def test_a_node_of_its_own_takes_no_canaries(small_run):

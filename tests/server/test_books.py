@@ -33,21 +33,16 @@ def charges() -> EarlierCharges:
     return made
 
 
-def test_a_request_without_an_earlier_charge_keeps_its_key(charges: EarlierCharges) -> None:
-    assert charges.key_for(key(4)) == (key(4), False)
-
-
 def test_a_client_that_repeats_its_reply_is_paid_for_once(charges: EarlierCharges) -> None:
+    assert charges.key_for(key(4)) == (key(4), False), "there was no earlier charge"
     assert charges.key_for(key(3)) == (key(3), True)
     again, is_paid = charges.key_for(key(3))
-    assert again != key(3)
-    assert not is_paid
+    assert (again != key(3), is_paid) == (True, False)
 
 
 def test_a_client_that_computes_another_release_gets_another_key(charges: EarlierCharges) -> None:
     first, is_paid = charges.key_for(key(3, client=1))
-    assert not is_paid
-    assert first not in charges
+    assert (is_paid, first in charges) == (False, False)
     charges.add(first, RELEASE, reusable=False)
     assert charges.key_for(key(3, client=1))[0] not in (first, key(3, client=1))
 

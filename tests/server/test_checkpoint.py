@@ -30,30 +30,25 @@ from tests.cli.command_line import as_json
 from tests.foreign import linked, planted
 from tests.marks import slow
 from tests.privacy.ledger.test_evidence import failures, verified
-from tests.server.parts import StopsAfter, run, signed, summary
+from tests.server.parts import StopsAfter, nodes_of, registered, run, signed, summary
 from tests.tiny import with_persons
 
 GLOBAL = Path("variants") / "global" / "adapter_model.safetensors"
 INITIAL = {"b": torch.zeros(2, 3), "a": torch.ones(4)}
 
 
+def moved(by: float) -> dict[str, torch.Tensor]:
+    return {name: tensor + by for name, tensor in INITIAL.items()}
+
+
 def make(round_: int = 3) -> Checkpoint:
     base = {"layer": Product(torch.randn(3, 2), torch.randn(2, 5)), "other": Product(torch.randn(4, 4))}
+    known = {"initial": INITIAL, "last_update": dict(INITIAL), "optimizer_state": {"first": moved(3)}}
     return Checkpoint(
-        run="5eed",
-        round=round_,
-        digest="abc",
-        ledger=(7, "d1"),
+        **{"run": "5eed", "round": round_, "digest": "abc", "ledger": (7, "d1"), "retired": {2: "budget"}},
         registrations=(Registration(client=0, num_records=40, name="St. Anna", data_set="x", keeps_replies=True),),
-        retired={2: "budget"},
-        model=GlobalModel(
-            initial=INITIAL,
-            adapter={n: t + 1 for n, t in INITIAL.items()},
-            merged=base,
-            last_update=dict(INITIAL),
-            optimizer_state={"first": {n: t + 3 for n, t in INITIAL.items()}},
-        ),
-        uploads={0: ({n: t + 2 for n, t in INITIAL.items()}, base), 5: (dict(INITIAL), {})},
+        model=GlobalModel(**known, adapter=moved(1), merged=base),
+        uploads={0: (moved(2), base), 5: (dict(INITIAL), {})},
     )
 
 
@@ -141,18 +136,15 @@ def test_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_offered(tmp
     assert read_last(tmp_path / "checkpoint" / "round-000003", INITIAL).round == 3
 
 
-def test_checkpoint_of_another_version_or_package_is_refused(tmp_path, monkeypatch):
+def test_checkpoint_of_another_version_or_package_or_none_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        read_last(tmp_path, INITIAL)
     write(tmp_path, make())
     monkeypatch.setattr(checkpoint, "_packages", lambda: {"flwr": "9.9"})
     with pytest.raises(InputError, match=r"was written with flwr \d\S*; 9\.9 is installed"):
         read_last(tmp_path, INITIAL)
     monkeypatch.setattr(checkpoint, "VERSION", 2)
     with pytest.raises(InputError, match=r"is version 1; this is fedpriv \S+, which reads 2"):
-        read_last(tmp_path, INITIAL)
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(InputError, match="holds no checkpoint"):
         read_last(tmp_path, INITIAL)
 
 
@@ -287,14 +279,12 @@ def test_a_run_that_lives_on_another_machine_keeps_every_row(interrupted):
 
 def began(*clients: int, **state) -> SimpleNamespace:
     """What a checkpoint knows of the clients of its run."""
-    known = tuple(
-        Registration(client=c, num_records=10, name=f"site {c}", data_set=f"d{c}", keeps_replies=True) for c in clients
-    )
-    return SimpleNamespace(registrations=known, **{"retired": {}, "skipped": (), **state})
+    known = [replace(each, name=f"site {each.client}") for each in registered(dict.fromkeys(clients, 10))]
+    return SimpleNamespace(registrations=tuple(known), **{"retired": {}, "skipped": (), **state})
 
 
 def there(*clients: int) -> dict:
-    return {each.client: (100 + each.client, each) for each in began(*clients).registrations}
+    return nodes_of(began(*clients).registrations)
 
 
 @pytest.mark.parametrize(("here", "gone"), [((0, 1, 2), ()), ((0, 2), (1,)), ((0, 1), (2,)), ((0, 2, 7), (1,))])

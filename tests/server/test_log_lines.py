@@ -16,6 +16,7 @@ from fedpriv.texts import holder_label
 from server.app import WithoutTrace
 from server.bookkeeping import announce_budgets
 from server.observer import LogObserver
+from tests.notes import Notes
 from tests.runs.written import SIZES, client_row, registrations, round_row
 
 COLOURED = "import sys; sys.stdout.write('\\x1b[93mWARNING \\x1b[0m: the node left\\n')"
@@ -27,12 +28,14 @@ logging.getLogger("flwr").warning("the node left")
 """
 
 
-def test_an_update_is_told_in_words() -> None:
+def test_an_update_is_told_in_words_and_a_client_is_named_once() -> None:
     spec = UpdateSpec.of(parse({"recipe": "per-sample", "local_steps": 1, "learning_rate": 0.5, "batch_size": 8}))
     text = str(spec)
     assert "1 step of sgd at learning rate 0.5, B = 8" in text
     assert "noise with z =" in text
     assert "UpdateSpec" not in text
+    assert holder_label(0, "client 0") == holder_label(0, "") == "client 0"
+    assert holder_label(0, "St. Anna") == "St. Anna (0)"
 
 
 def test_a_round_is_told_on_the_view_of_its_target_first(caplog, monkeypatch) -> None:
@@ -50,11 +53,6 @@ def test_a_round_is_told_on_the_view_of_its_target_first(caplog, monkeypatch) ->
     assert told[0].startswith("round 3: accuracy 0.4250, ε ≤ 0.901 of 2.3 local, 1.24 aggregate by rdp, δ ")
     assert told[1].startswith("round 3: accuracy 0.4250, ε ≤ 1.24 of 2 aggregate, 0.901 local by rdp, δ ")
     assert told[2] == "round 0: done"
-
-
-def test_a_client_is_named_once() -> None:
-    assert holder_label(0, "client 0") == holder_label(0, "") == "client 0"
-    assert holder_label(0, "St. Anna") == "St. Anna (0)"
 
 
 def test_what_a_service_relays_has_no_colour_codes(tmp_path: Path) -> None:
@@ -83,14 +81,9 @@ def test_the_first_line_of_a_run_names_fifty_sizes(caplog):
 def test_budgets_that_end_early_are_named_for_twenty_clients_and_counted_for_the_rest():
     allowed = {client: 2 + client % 3 for client in range(1000)}
     books = SimpleNamespace(rounds_allowed=allowed, sizes=dict.fromkeys(allowed, 40), is_new=False)
-    notices = []
-    announce_budgets(
-        books,
-        RunConfig(rounds=5, budget_epsilon=(4.0,), min_clients=2),
-        {client: f"client {client}" for client in allowed},
-        SimpleNamespace(notice=notices.append),
-    )
-    (notice,) = notices
+    config, told = RunConfig(rounds=5, budget_epsilon=(4.0,), min_clients=2), Notes()
+    announce_budgets(books, config, {client: f"client {client}" for client in allowed}, told)
+    (notice,) = told.notes
     assert "client 0: 2, client 1: 3, " in notice
     assert "client 19: 3 and 980 more, the least 2; these clients then retire" in notice
 
@@ -100,13 +93,11 @@ def test_an_expected_end_is_one_line_and_any_other_has_its_trace() -> None:
     told = WithoutTrace()
 
     def record(message: str, error: Exception | None = None) -> logging.LogRecord:
-        return logging.LogRecord(
-            "flwr", logging.ERROR, "", 0, message, (), (type(error), error, None) if error else None
-        )
+        info = (type(error), error, None) if error else None
+        return logging.LogRecord("flwr", logging.ERROR, "", 0, message, (), info)
 
-    expected, bug = (
-        record("ServerApp raised", error) for error in (TooFewClientsError("round 3: 1 left"), KeyError(1))
-    )
+    errors = TooFewClientsError("round 3: 1 left"), KeyError(1)
+    expected, bug = (record("ServerApp raised", error) for error in errors)
     assert [told.filter(each) for each in (expected, bug)] == [True, True]
     assert (expected.getMessage(), expected.exc_info) == ("the run ends: round 3: 1 left", None)
     assert bug.exc_info is not None

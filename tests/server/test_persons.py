@@ -68,12 +68,14 @@ def test_a_persons_epsilon_is_that_of_so_many_records_as_there_are_persons(skewe
         assert client["epsilon_local"] == pytest.approx(epsilon_of([training, evaluation], client["delta"]).epsilon)
 
 
-def test_the_statement_says_whom_it_is_about(skewed):
+def test_the_statement_says_whom_it_is_about(skewed, tmp_path):
     _, values, _ = skewed
     text = statement_text(values["ledger"], "0")
     assert "persons when it was registered" in " ".join(text.split())
     assert "one person of the client, with all of their records there" in text
     assert "a person with several records here" not in text
+    with pytest.raises(InputError, match=r"another unit|num_records"):  # a ledger never composes records with persons
+        run(values | {"person_column": "", "unit": "record"}, tmp_path / "out")
 
 
 def test_what_a_person_sees_of_a_run_says_persons(skewed):
@@ -93,12 +95,6 @@ def test_what_a_person_sees_of_a_run_says_persons(skewed):
     assert re.match(r"ε \S+ of a person on the local view", spent)
 
 
-def test_a_ledger_never_composes_records_with_persons(skewed, tmp_path):
-    _, values, _ = skewed
-    with pytest.raises(InputError, match=r"another unit|num_records"):
-        run(values | {"person_column": "", "unit": "record"}, tmp_path / "out")
-
-
 def test_sums_of_persons_are_charged_as_persons(small_run, table, tmp_path):
     values = small_run | {"data": str(with_persons(table, tmp_path / "t.csv", 3)), "person_column": "patient"}
     sums = {"local_steps": 1, "rounds": 1, "secure_aggregation": True, "min_clients": 3}
@@ -114,11 +110,13 @@ def shared(small_run, table, tmp_path_factory):
     return small_run | {"data": str(with_persons(table, path, 3, at_all_sites=True)), "person_column": "patient"}
 
 
-def test_persons_at_more_clients_than_said_are_refused(shared):
+def test_persons_at_more_clients_than_said_are_refused(shared, tmp_path):
     with pytest.raises(InputError, match=r"more than 1 client, at up to 3; holders_per_person = 3"):
         load(parse(shared))
     with pytest.raises(InputError, match="more than 2 clients"):
         load(parse(shared | {"holders_per_person": 2}))
+    with pytest.raises(InputError, match="there are 3 clients"):
+        run(shared, tmp_path / "run", holders_per_person=4)
 
 
 @pytest.mark.parametrize("evaluation", [*slow(None), Z_EVALUATION])
@@ -172,11 +170,6 @@ def test_a_risk_is_that_of_a_person_at_several_clients(shared, tmp_path):
 def test_what_counts_one_client_is_refused_beside_several(shared, changes, message):
     with pytest.raises(InputError, match=message):
         parse(shared | {"holders_per_person": 2} | changes)
-
-
-def test_there_are_as_many_clients_as_a_person_has_holders(shared, tmp_path):
-    with pytest.raises(InputError, match="there are 3 clients"):
-        run(shared, tmp_path / "run", holders_per_person=4)
 
 
 # Every day tests/privacy/ledger/test_evidence.py holds the verifier's sum over a person's holders against ours.

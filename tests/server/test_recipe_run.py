@@ -52,6 +52,10 @@ def finished(recipe, tmp_path_factory):
     return run(recipe, folder / "run", ledger=str(folder / "ledger.sqlite"))
 
 
+def gaussian(z: float, q: float = 1.0, count: int = 1) -> SubsampledGaussian:
+    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
+
+
 def rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "clients.csv").open(newline="") as file:
         return list(csv.DictReader(file))
@@ -64,16 +68,13 @@ def test_every_round_costs_what_its_phase_says(finished):
     noise = [float(by_round[r]["noise_multiplier"]) for r in range(1, 9)]
     assert len(set(noise[1:5])) == len(set(noise[5:])) == 1
     assert len({noise[0], noise[1], noise[5]}) == 3
-    events = [
-        SubsampledGaussian(noise_multiplier=z, sampling_probability=q)
-        for z, q in zip(noise, probabilities, strict=True)
-    ]
+    events = list(map(gaussian, noise, probabilities))
     spent = summary(finished)["epsilon_local_max"]
     assert spent == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=1e-9)
     assert 0.995 * TARGET < spent <= TARGET, "start and steps are one charge that meets the target"
 
 
-def test_the_ledger_holds_every_release_with_its_own_event(finished):
+def test_the_ledger_holds_every_release_with_its_own_event_and_a_b_and_head_are_trained(finished):
     ledger = finished.parent / "ledger.sqlite"
     with reading(ledger) as db:
         for data_set in db.data_sets():
@@ -81,9 +82,6 @@ def test_the_ledger_holds_every_release_with_its_own_event(finished):
             counts = {(event.noise_multiplier, event.sampling_probability): event.count for event in events}
             assert sorted((q, count) for (_, q), count in counts.items()) == [(0.125, 3), (1.0, 1), (1.0, 4)]
             assert epsilon_of(events, data_set.delta).epsilon <= TARGET
-
-
-def test_a_b_and_head_are_trained(finished):
     found = summary(finished)
     assert found["adapters_moved"], found["unmoved_tensors"]
     names = load_file(finished / GLOBAL).keys()
@@ -175,15 +173,12 @@ def test_a_round_that_was_lost_after_its_charges_is_the_same_release_when_the_ru
 
 
 # Every day each view at one target, and each target on one view.
-EVERY_DAY = [("local", 0.5), ("rho", 2.0), ("aggregate", 8.0)]
+EVERY_DAY = {("local", 0.5), ("rho", 2.0), ("aggregate", 8.0)}
+OTHERS = sorted({*product(("local", "rho", "aggregate"), (0.5, 2.0, 8.0))} - EVERY_DAY)
 
 
 @pytest.mark.parametrize(
-    ("view", "target"),
-    [
-        pytest.param(*each, marks=[] if each in EVERY_DAY else pytest.mark.slow)
-        for each in product(("local", "rho", "aggregate"), (0.5, 2.0, 8.0))
-    ],
+    ("view", "target"), [*sorted(EVERY_DAY), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )
 def test_noise_meets_the_target_on_every_view_and_wastes_little(recipe, view, target):
     hidden = {"secure_aggregation": True, "min_clients": 3} if view == "aggregate" else {}
@@ -220,15 +215,10 @@ def test_a_budget_counts_rounds_that_cost_differently(recipe):
     schedule = RunSchedule.of(with_learning_rates(config, SIZES, initial))
     costs = []
     for num_rounds in range(1, 9):
-        events = [
-            SubsampledGaussian(
-                noise_multiplier=phase.spec.noise_multiplier,
-                sampling_probability=phase.spec.sampling_probability,
-                count=count,
-            )
-            for phase, count in schedule.following(0, num_rounds)
-        ]
-        costs.append(epsilon_of(events, 1e-5).epsilon)
+        specs = [(phase.spec, count) for phase, count in schedule.following(0, num_rounds)]
+        costs.append(
+            epsilon_of([gaussian(s.noise_multiplier, s.sampling_probability, n) for s, n in specs], 1e-5).epsilon
+        )
     assert costs == sorted(costs)
     for budget in (0.5 * costs[0], 1.01 * costs[0], 1.01 * costs[3], 1.01 * costs[7]):
         assert allowed(budget) == sum(cost <= budget for cost in costs)
@@ -239,7 +229,7 @@ def test_a_costly_round_charged_twice_and_a_cheap_one_missed_are_judged_by_what_
     initial = workbench(parse(recipe)).initial
     costly_first = {"start_noise_multiplier": 1.0, "noise_multiplier": 40.0, "target_epsilon": ""}
     config = with_learning_rates(calibrated(parse(recipe | costly_first), SIZES, initial), SIZES, initial)
-    one = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0)
+    one = gaussian(1.0)
     budget = 1.2 * epsilon_of([one], 1e-5).epsilon
     config = replace(config, budget_epsilon=(budget,))
     client = registered({0: 84}, keeps_replies=True)
@@ -258,9 +248,9 @@ def test_a_client_that_missed_the_cheap_rounds_is_judged_by_what_it_spent(recipe
     initial = workbench(parse(recipe)).initial
     costly_last = {"noise_multiplier": 40.0, "lora_noise_multiplier": 1.0, "lora_sampling_probability": 1.0}
     config = calibrated(parse(recipe | costly_last | {"target_epsilon": ""}), SIZES, initial)
-    config = with_learning_rates(config, SIZES, initial)
-    one = epsilon_of([SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0)], 1e-5).epsilon
-    books = Books(replace(config, budget_epsilon=(1.05 * one,)), "run", registered({0: 84}), initial=initial)
+    budget = 1.05 * epsilon_of([gaussian(1.0)], 1e-5).epsilon
+    config = replace(with_learning_rates(config, SIZES, initial), budget_epsilon=(budget,))
+    books = Books(config, "run", registered({0: 84}), initial=initial)
     spent = []
     for round_ in range(6, 9):  # it was never asked before
         if books.within_budget(round_, [0]):
@@ -268,7 +258,7 @@ def test_a_client_that_missed_the_cheap_rounds_is_judged_by_what_it_spent(recipe
             books.settle({0: "reply"})
             spent.append(round_)
     assert spent == [6]
-    assert books.accounts.final("local")[0].epsilon <= 1.05 * one
+    assert books.accounts.final("local")[0].epsilon <= budget
 
 
 def test_the_learning_rate_is_that_of_the_rule_and_a_given_one_is_kept(recipe):
@@ -304,7 +294,7 @@ def test_the_start_is_in_the_node_s_ledger_before_it_is_computed(recipe, tmp_pat
             (entry,) = [entry for entry in db.entries() if entry.phase == "charged"]
             (release,) = [release for data_set in db.data_sets() for release in db.releases(data_set.id)]
         assert entry.phase == "charged"
-        assert release.event == SubsampledGaussian(noise_multiplier=spec.noise_multiplier, sampling_probability=1.0)
+        assert release.event == gaussian(spec.noise_multiplier)
         assert (task.spec.objective, task.spec.trains) == ("class-sums", "head")
         assert task.sampler.sampling_probability == 1.0
         assert torch.is_tensor(task.data.labels)
