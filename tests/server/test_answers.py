@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -74,6 +75,17 @@ def finished(values, tmp_path_factory) -> Path:
     return run(values, tmp_path_factory.mktemp("runs") / "one")
 
 
+def assert_answered(folder: Path, tokenizer: Any, answers: list[tuple[str, str, str]]) -> None:
+    """Hold each prompt's two answers against those of the saved model, with its adapter and without."""
+    model = fedpriv.learning.adapters.load(tokenizer.name_or_path, folder / "variants" / "global")
+    for prompt, *texts in answers:
+        asked = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        for text, context in zip(texts, (torch.no_grad(), model.disable_adapter()), strict=True):
+            with context:
+                answer = model.generate(input_ids=asked, max_new_tokens=5, do_sample=False)[0, PROMPT_TOKENS:]
+            assert tokenizer.decode(answer, skip_special_tokens=True) == text
+
+
 @pytest.mark.slow
 def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answer(finished, values):
     found = rows.read_answers(finished / "samples.jsonl", rows.Sample)
@@ -82,13 +94,7 @@ def test_samples_are_the_first_distinct_prompts_with_what_the_saved_models_answe
     tokenizer = AutoTokenizer.from_pretrained(values["model"])
     assert [s.prompt for s in found] == [tokenizer.decode(list(prompt)) for prompt in list(prompts)[:9]]
     assert len(test) > len(prompts) > 9
-    trained = fedpriv.learning.adapters.load(values["model"], finished / "variants" / "global")
-    for sample in found:
-        tokens = tokenizer(sample.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        for model, text in ((trained, sample.private), (trained.get_base_model(), sample.untrained)):
-            with trained.disable_adapter() if model is not trained else torch.no_grad():
-                answer = model.generate(input_ids=tokens, max_new_tokens=5, do_sample=False)[0, PROMPT_TOKENS:]
-            assert tokenizer.decode(answer, skip_special_tokens=True) == text
+    assert_answered(finished, tokenizer, [(each.prompt, each.private, each.untrained) for each in found])
     assert any(s.private != s.untrained for s in found)
     assert all(s.non_private is not None for s in found)
 
@@ -136,13 +142,7 @@ def test_answers_stand_side_by_side_to_questions_by_which_nothing_was_chosen(fin
     prompts = dict.fromkeys(tuple(tokens[place][:PROMPT_TOKENS].tolist()) for place in proof_records(len(tokens)))
     tokenizer = AutoTokenizer.from_pretrained(values["model"])
     assert [each.prompt for each in found] == [tokenizer.decode(list(prompt)) for prompt in list(prompts)[:5]]
-    model = fedpriv.learning.adapters.load(values["model"], finished / "variants" / "global")
-    for each in found:
-        asked = tokenizer(each.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        for text, context in ((each.before, torch.no_grad()), (each.after, model.disable_adapter())):
-            with context:
-                answer = model.generate(input_ids=asked, max_new_tokens=5, do_sample=False)[0, PROMPT_TOKENS:]
-            assert tokenizer.decode(answer, skip_special_tokens=True) == text
+    assert_answered(finished, tokenizer, [(each.prompt, each.before, each.after) for each in found])
     assert any(each.before != each.after for each in found)
     assert judge.answers_side_by_side(outcomes[2:], {}.__getitem__, {}.__getitem__) == []
 

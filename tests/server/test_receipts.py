@@ -98,14 +98,11 @@ def test_of_two_charges_with_one_number_the_first_is_kept(folder, caplog):
     assert "signed two different charges as number 2" in caplog.text
 
 
-def test_without_registered_keys_nothing_is_kept(folder):
+def test_without_registered_keys_nothing_is_kept_and_a_log_that_cannot_be_written_is_named(folder):
     kept = receipts(folder, node_keys=False)
     kept.take(0, chain(folder, 1)[1].text())
     assert kept.shown_to(0) == {}
     assert not (folder / "ledger.sqlite.receipts").exists()
-
-
-def test_a_log_that_cannot_be_written_is_named(folder):
     kept = receipts(folder)
     (folder / "ledger.sqlite.receipts").mkdir()
     with pytest.raises(LedgerError, match=r"ledger\.sqlite\.receipts: .*; the receipts of nodes cannot be kept"):

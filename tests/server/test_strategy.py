@@ -3,8 +3,8 @@
 import math
 import random
 import re
-import time
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.mechanisms.sources import SeededSource
+from server import exchange
 from server.exchange import MalformedError, read_reply, set_message_id
 from server.strategy import RuleStrategy
 from simulations.engines.flower_private import SERVER_NODE_ID
@@ -66,10 +67,13 @@ def test_average_is_weighted_by_registered_sizes_in_any_order_of_arrival():
 def test_weights_are_renormalised_over_those_who_answered_and_everyone_who_was_asked_is_charged():
     strategy = make_strategy()
     messages = ask(strategy)
+    for number, message in enumerate(messages):
+        set_message_id(message, f"m{number}")
     error = Message(Error(101, "training failed"), reply_to=messages[1])
-    replies = [answer(strategy, messages[0], 1.0), error, answer(strategy, messages[2], 8.0)]
-    assert next_model(strategy, *replies) == pytest.approx([2.0] * 4)
+    replies = [answer(strategy, messages[client], value) for client, value in ((0, 1.0), (2, 8.0), (0, math.nan))]
+    assert next_model(strategy, error, *replies) == pytest.approx([2.0] * 4), "of a client's replies the first counts"
     assert [strategy.books.accounts.num_releases(client) for client in SIZES] == [1, 1, 1]
+    assert [row.status for row in strategy._rows] == ["ok", "failed", "ok"]
 
 
 def test_rho_view_uses_the_participants_of_the_round():
@@ -121,15 +125,20 @@ def test_too_few_replies_end_the_run_after_the_round_is_reported_and_charged():
     assert (row.round, row.num_replies, row.num_failures) == (1, 0, 3)
     assert {client.status for client in clients} == {"no reply"}
     assert all(client.epsilon_local > 0 for client in clients)
+    strategy = make_strategy(min_clients=2)
+    reply = answer(strategy, ask(strategy)[0], 1.0)
+    assert strategy.aggregate_train(1, [reply]) == (None, None), "fewer than the minimum are not averaged"
+    assert strategy.books.accounts.num_releases(0) == 1
 
 
-def test_a_pull_that_outlasts_the_deadline_costs_nobody_else_the_round():
-    seen, seconds = [], 0.01
+def test_a_pull_that_outlasts_the_deadline_costs_nobody_else_the_round(monkeypatch):
+    seen, clock = [], SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda _: None)
+    monkeypatch.setattr(exchange, "time", clock)
 
     class Dying(SlowGrid):
         def pull_messages(self, message_ids):
             if len(message_ids) == 3:  # until Flower gives up on arrays that were announced
-                time.sleep(2 * seconds)
+                clock.now += 2
             return super().pull_messages(message_ids)
 
     def answers(message):
@@ -137,7 +146,7 @@ def test_a_pull_that_outlasts_the_deadline_costs_nobody_else_the_round():
         return answer(strategy, message, 1.0), 1 if client == 2 else 2
 
     strategy = make_strategy(on_round=lambda row, clients: seen.append(clients))
-    strategy.start(Dying(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=seconds)
+    strategy.start(Dying(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=1)
     assert [client.status for client in seen[1]] == ["ok"] * 3
 
 
@@ -218,13 +227,6 @@ def test_an_interrupted_round_is_asked_again_only_as_its_charge_or_the_budget_al
         assert all(len(ledger.releases_of(f"d{client}", "run")) == 1 for client in SIZES)
 
 
-def test_fewer_than_the_minimum_are_not_averaged():
-    strategy = make_strategy(min_clients=2)
-    messages = ask(strategy)
-    assert strategy.aggregate_train(1, [answer(strategy, messages[0], 1.0)]) == (None, None)
-    assert strategy.books.accounts.num_releases(0) == 1
-
-
 def test_clients_are_chosen_by_partition_id_alone():
     chosen = [make_strategy(clients_per_round=2, seed=seed).select(round_) for seed in (0, 0) for round_ in range(9)]
     assert chosen[:9] == chosen[9:]
@@ -299,15 +301,6 @@ def test_update_beyond_the_norm_bound_is_refused_and_one_at_the_bound_is_not():
     strategy.aggregate_train(1, replies)
     assert [row.status for row in strategy._rows] == ["ok", "malformed", "no reply"]
     assert "its update has norm 3.194, max_update_norm is 3.16" in strategy._rows[1].detail
-
-
-def test_only_the_first_reply_of_a_client_counts():
-    strategy = make_strategy()
-    messages = ask(strategy)
-    assert (
-        next_model(strategy, answer(strategy, messages[0], 1.0), answer(strategy, messages[0], math.nan)) == [1.0] * 4
-    )
-    assert strategy._rows[0].status == "ok"
 
 
 @pytest.mark.parametrize(
