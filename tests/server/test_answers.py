@@ -166,7 +166,7 @@ def test_with_allowed_answers_accuracy_is_by_likelihood(values, tmp_path):
     table["response"] = [f"w{50 + row % 2}" for row in range(len(table))]
     table.to_csv(tmp_path / "choices.csv", index=False)
     changes = {"data": str(tmp_path / "choices.csv"), "answers": ["w50", "w51"], "generated_answers": 0}
-    found = summary(run(values, tmp_path / "out", **changes, comparison=False, rounds=6))
+    found = summary(run(values, tmp_path / "out", **changes, comparison=False, rounds=4))
     confusion = torch.tensor(found["confusion_matrix"])
     assert found["accuracy"] == confusion.trace() / confusion.sum()
     assert confusion.sum() == 32
@@ -198,11 +198,15 @@ def test_with_choices_of_each_record_accuracy_is_by_the_mean_likelihood_on_a_ser
     assert 1 / 3 < found["chance_accuracy"] < 1 / 2
     assert found["accuracy"] > found["accuracy_initial"]
     assert "Chance" not in (tmp_path / "out" / "report.html").read_text(), "the best constant place says more"
-    private = run(values, tmp_path / "private", **changes, evaluation_noise_multiplier=0.5, test_fraction=0.4)
+    private = run(
+        values, tmp_path / "private", **{**changes, "rounds": 3}, evaluation_noise_multiplier=0.5, test_fraction=0.4
+    )
     assert summary(private)["accuracy"] > 0.5
     assert summary(private)["chance_accuracy"] is None
 
 
+# Every day test_baselines.py finishes a run again, and test_checkpoint.py resumes one to the same figures.
+@pytest.mark.slow
 def test_a_resumed_run_is_judged_like_one_that_was_not_interrupted(finished, values, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(values, tmp_path / "out", StopsAfter(1))

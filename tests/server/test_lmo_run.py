@@ -74,7 +74,7 @@ def schedule_of(small_run, **changes) -> SubsampledLmo:
 
 @pytest.mark.parametrize(
     ("view", "sampling_probability"),
-    # Every search step takes the longer the less is sampled; every day all records take part.
+    # Every day all records take part: a step of the search takes far longer where they are sampled.
     [("local", 1.0), *(pytest.param(view, "", marks=pytest.mark.slow) for view in ("local", "rho"))],
 )
 def test_a_target_epsilon_is_met_and_no_noise_is_wasted(small_run, view, sampling_probability):

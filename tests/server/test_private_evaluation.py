@@ -40,13 +40,6 @@ def private(small_run) -> dict[str, object]:
     return {key: value for key, value in small_run.items() if key not in ("simulate", "comparison")}
 
 
-@pytest.fixture(scope="module")
-def evaluated(private, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    settings = {"ledger": str(folder / "ledger.sqlite"), "evaluation_noise_multiplier": Z}
-    return run(private, folder / "evaluated", **settings)
-
-
 def test_a_private_run_without_a_test_set_has_no_accuracy_and_variants_that_cannot_be_validated(private, tmp_path):
     folder = run(private, tmp_path / "untested", rounds=1)
     found = summary(folder)
@@ -65,11 +58,14 @@ def test_a_private_run_without_a_test_set_has_no_accuracy_and_variants_that_cann
         AdapterEvaluator.of_run(folder)
 
 
-def test_the_evaluation_is_charged_in_every_ledger_and_composed_with_the_rounds(evaluated):
-    found = summary(evaluated)
+def test_the_evaluation_is_charged_in_every_ledger_and_the_summary_holds_an_estimate_with_its_interval(
+    private, tmp_path
+):
+    ledger = tmp_path / "ledger.sqlite"
+    folder = run(private, tmp_path / "run", ledger=str(ledger), evaluation_noise_multiplier=Z)
+    found = summary(folder)
     sizes = [client["num_records"] for client in found["clients"]]
     assert sum(sizes) == 240  # N_k counts the records that are set aside
-    ledger = evaluated.parent / "ledger.sqlite"
     with reading(ledger) as db:
         verify_with_head(db, ledger)
     for client, size in zip(found["clients"], sizes, strict=True):
@@ -83,20 +79,15 @@ def test_the_evaluation_is_charged_in_every_ledger_and_composed_with_the_rounds(
     for node in nodes:
         (events,) = charged(node).values()
         assert EVALUATION in events
-
-
-def test_the_summary_holds_an_estimate_with_its_interval(evaluated):
-    found = summary(evaluated)
     low, high = found["accuracy_interval"]
     assert 0 <= low <= found["accuracy"] <= high <= 1
-    assert found["evaluation_noise_multiplier"] == Z
-    assert found["num_evaluated_clients"] == 3
+    assert (found["evaluation_noise_multiplier"], found["num_evaluated_clients"]) == (Z, 3)
     assert found["accuracy_initial"] is None
     assert_compared_with_nothing(found)
-    page = (evaluated / "report.html").read_text()
+    page = (folder / "report.html").read_text()
     assert "The accuracy is an estimate" in page
     assert "Private evaluation" in page
-    assert pd.read_csv(evaluated / "rounds.csv")["test_accuracy"].isna().all()
+    assert pd.read_csv(folder / "rounds.csv")["test_accuracy"].isna().all()
 
 
 def test_no_record_is_both_trained_on_and_evaluated(private):

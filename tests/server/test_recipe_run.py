@@ -61,7 +61,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_every_round_costs_what_its_phase_says(finished):
+def test_every_round_costs_what_its_phase_says_and_the_ledger_holds_it_with_its_own_event(finished):
     by_round = {int(row["round"]): row for row in rows(finished) if row["client"] == "0"}
     probabilities = [float(by_round[r]["sampling_probability"]) for r in range(1, 9)]
     assert probabilities == [1.0] * 5 + [0.125] * 3
@@ -72,16 +72,15 @@ def test_every_round_costs_what_its_phase_says(finished):
     spent = summary(finished)["epsilon_local_max"]
     assert spent == pytest.approx(epsilon_of(events, 1e-5).epsilon, rel=1e-9)
     assert 0.995 * TARGET < spent <= TARGET, "start and steps are one charge that meets the target"
-
-
-def test_the_ledger_holds_every_release_with_its_own_event_and_a_b_and_head_are_trained(finished):
-    ledger = finished.parent / "ledger.sqlite"
-    with reading(ledger) as db:
+    with reading(finished.parent / "ledger.sqlite") as db:
         for data_set in db.data_sets():
             events = [release.event for release in db.releases(data_set.id)]
             counts = {(event.noise_multiplier, event.sampling_probability): event.count for event in events}
             assert sorted((q, count) for (_, q), count in counts.items()) == [(0.125, 3), (1.0, 1), (1.0, 4)]
             assert epsilon_of(events, data_set.delta).epsilon <= TARGET
+
+
+def test_a_b_and_head_are_trained(finished):
     found = summary(finished)
     assert found["adapters_moved"], found["unmoved_tensors"]
     names = load_file(finished / GLOBAL).keys()
