@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from fedpriv.exports import listed_imports
@@ -159,50 +160,28 @@ def _imported(
             yield aliases[node.value.id], node.attr
 
 
-def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Groups of two or more that reach each other (Tarjan's strongly connected components)."""
-    targets: dict[str, list[str]] = defaultdict(list)
-    for one, other in arrows:
-        targets[one].append(other)
-    index: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = lowest[node] = len(index)
-        stack.append(node)
-        for target in targets[node]:
-            if target not in index:
-                visit(target)
-                lowest[node] = min(lowest[node], lowest[target])
-            elif target in stack:
-                lowest[node] = min(lowest[node], index[target])
-        if lowest[node] == index[node]:
-            group = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in sorted(targets):
-        if node not in index:
-            visit(node)
-    return found
+def circle(arrows: Iterable[tuple[str, str]]) -> list[str]:
+    """One way along the arrows that ends where it began; empty if there is none."""
+    try:
+        TopologicalSorter(_targets(arrows)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def floors(arrows: Iterable[tuple[str, str]]) -> int:
     """The length of the longest way down; there is none in a circle."""
+    targets, depth = _targets(arrows), dict[str, int]()
+    for node in TopologicalSorter(targets).static_order():  # after all that it reaches
+        depth[node] = 1 + max((depth[target] for target in targets.get(node, ())), default=0)
+    return max(depth.values(), default=0)
+
+
+def _targets(arrows: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     targets: dict[str, set[str]] = defaultdict(set)
     for one, other in arrows:
         targets[one].add(other)
-    depth: dict[str, int] = {}
-
-    def depth_of(node: str) -> int:
-        if node not in depth:
-            depth[node] = 1 + max(map(depth_of, targets[node]), default=0)
-        return depth[node]
-
-    return max(map(depth_of, list(targets)), default=0)
+    return targets
 
 
 def repeated_classes(modules: Iterable[Module]) -> dict[str, int]:
@@ -244,13 +223,13 @@ def measures(house: House) -> dict[str, object]:
             m.num_lines for package in ("fedpriv", "server", "clients") for m in house.of(package)
         ),
         "wings": len({module.wing for module in house.modules.values()} - {"fedpriv/__init__.py"}),
-        "floors of wings": "none: they run in a circle" if circles(wing_arrows) else floors(wing_arrows),
+        "floors of wings": "none: they run in a circle" if circle(wing_arrows) else floors(wing_arrows),
         "arrows between wings": len(wing_arrows),
-        "circles of wings": circles(wing_arrows),
+        "a circle of wings": circle(wing_arrows),
         "rooms": len({module.room for module in library}),
         "arrows between rooms": len(arrows),
-        "circles of rooms": circles(arrows),
-        "circles of files": circles(file_arrows),
+        "a circle of rooms": circle(arrows),
+        "a circle of files": circle(file_arrows),
         "class names more than once in fedpriv": repeated_classes(library),
         "class names more than once": len(repeated_classes(house.modules.values())),
         "share of import lines": f"{num_imports / num_lines:.1%}",

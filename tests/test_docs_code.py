@@ -17,7 +17,7 @@ import pytest
 import typer
 
 from fedpriv import config as configuration
-from tests.test_docs_paths import PAGES, ROOT
+from tests.test_docs_paths import PAGES, ROOT, each_page
 
 FENCED = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -103,7 +103,7 @@ def check(program: str, words: list[str], *, whole: bool) -> None:
         configuration.parse({**values, **stated})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_the_commands_that_a_page_shows_are_understood(page: Path):
     text = page.read_text()
     for whole, commands in ((True, typed(text)), (False, mentioned(text))):
@@ -114,14 +114,10 @@ def test_the_commands_that_a_page_shows_are_understood(page: Path):
                 pytest.fail(f"{page.name}: {program} {shlex.join(words)}: {error}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_python_that_a_page_shows_compiles(page: Path):
+@each_page
+def test_the_python_and_the_configurations_that_a_page_shows_are_accepted(page: Path):
     for code in blocks(page.read_text(), "python"):
         compile(code, page.name, "exec")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_configurations_that_a_page_shows_are_accepted(page: Path):
     for code in blocks(page.read_text(), "toml"):
         values = tomllib.loads(code)
         of_runs = values.keys() & set(configuration.KEYS)

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 AT_THE_TOP = [ROOT / name for name in ("CONTRIBUTING.md", "README.md", "SECURITY.md")]
 PAGES = [*AT_THE_TOP, *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("results/*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 PACKAGES = "fedpriv|clients|server|simulations|tests"
 
 # Files that a run writes, such as clients.csv or server.key, look like modules.
@@ -38,25 +39,15 @@ def resolves(dotted: str) -> bool:
     return not parts or (source.is_file() and re.search(rf"\b{parts[0]}\b", source.read_text()) is not None)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_path_that_a_page_names_exists(page: Path) -> None:
-    missing = sorted(path for path in named_paths(page.read_text()) if not (ROOT / path).exists())
-    assert not missing, f"{page.name} names {missing}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_relative_link_of_a_page_leads_to_a_file(page: Path) -> None:
+@each_page
+def test_every_path_module_and_relative_link_of_a_page_exists(page: Path) -> None:
     text = page.read_text()
+    missing = [path for path in named_paths(text) if not (ROOT / path).exists()]
+    missing += [name for name in named_modules(text) if not resolves(name)]
     targets = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"(?m)^\[[^\]]+\]: (\S+)", text)]
     local = [target.split("#")[0] for target in targets if not target.startswith(("http:", "https:", "#", "mailto:"))]
-    missing = sorted(target for target in local if not (page.parent / target).exists())
-    assert not missing, f"{page.name} links to {missing}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_module_that_a_page_names_exists(page: Path) -> None:
-    missing = sorted(name for name in named_modules(page.read_text()) if not resolves(name))
-    assert not missing, f"{page.name} names {missing}"
+    missing += [target for target in local if not (page.parent / target).exists()]
+    assert not missing, f"{page.name} names {sorted(missing)}"
 
 
 def test_a_wrong_path_or_module_would_be_found() -> None:

@@ -14,6 +14,7 @@ import fedpriv
 from fedpriv.exports import Registry
 from fedpriv.learning import aggregation
 from fedpriv.learning.aggregation import RULES
+from tests.marks import slow
 from tests.test_docs_code import ROOT, blocks
 
 # Not called from Python: the command line, what kits share, and what frames and pages are made of; wings list rooms.
@@ -43,55 +44,54 @@ def python_of(page: str) -> list[str]:
     return blocks((ROOT / "docs" / page).read_text(), "python")
 
 
+def printed(code: str, names: dict[str, object] | None = None) -> list[str]:
+    """The lines that a block prints, in these names."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "a page", "exec"), {"__name__": "__main__"} if names is None else names)
+    return out.getvalue().splitlines()
+
+
+def beside(code: str) -> list[str]:
+    """What stands beside each `print` of a block."""
+    return re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M)
+
+
 @pytest.fixture
-def runs_and_library():
+def runs_and_library(tmp_path, monkeypatch):
     """The Python of docs/python.md: a run, a sweep, own parts, then the library."""
     found = python_of("python.md")
     assert len(found) == 4
+    monkeypatch.chdir(tmp_path)
     return found
 
 
-def test_a_network_a_rule_and_a_noise_schedule_of_ones_own_are_one_short_script(
-    runs_and_library, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("rounds", [3, *slow(20)])
+def test_a_network_a_rule_and_a_noise_schedule_of_ones_own_are_one_short_script(runs_and_library, rounds):
     pytest.importorskip("sklearn.datasets")
-    monkeypatch.chdir(tmp_path)
-    rules = dict(RULES)
     code = runs_and_library[2]
     assert len(code.splitlines()) <= 40
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code.replace('out="digits"', 'out="digits", progress=False'), "python.md", "exec"), {})
-    for name in RULES.keys() - rules.keys():
-        del RULES[name]
-    assert printed.getvalue().splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, re.M)
-    noise = [
-        json.loads(event)["noise_multiplier"]
-        for event in fedpriv.open_run(tmp_path / "digits").ledger["event"].dropna()
-    ]
-    assert sorted(set(noise), reverse=True) == [4 - round_ / 10 for round_ in range(1, 21)]
+    assert '"rounds": 20,' in code
+    said = printed(code.replace('out="digits"', 'out="digits", progress=False').replace("20,", f"{rounds},"))
+    del RULES["trimmed"]
+    assert said == beside(code) if rounds == 20 else len(said) == 1
+    events = fedpriv.open_run("digits").ledger["event"].dropna().map(json.loads)
+    noise = sorted({event["noise_multiplier"] for event in events}, reverse=True)
+    assert noise == [4 - round_ / 10 for round_ in range(1, rounds + 1)]
 
 
-def test_the_lines_on_the_library_print_what_stands_beside_them(runs_and_library, tmp_path, monkeypatch):
+def test_the_lines_on_the_library_print_what_stands_beside_them(runs_and_library):
     code = runs_and_library[-1]
-    beside = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M)
-    assert len(beside) == code.count("print(") >= 4
-    monkeypatch.chdir(tmp_path)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "python.md", "exec"), {"__name__": "__main__"})
-    assert printed.getvalue().splitlines() == beside
+    assert len(beside(code)) == code.count("print(") >= 4
+    assert printed(code) == beside(code)
 
 
 def test_the_lines_on_a_model_of_ones_own_print_what_stands_beside_them(tmp_path, monkeypatch):
     step, federation = python_of("training.md")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for code in (step, federation.replace('out="own"', 'out="own", progress=False')):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "training.md", "exec"), names)
-        assert printed.getvalue().splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, re.M)
+    for code in (step, federation):
+        assert printed(code.replace('out="own"', 'out="own", progress=False'), names) == beside(code)
     assert (tmp_path / "own" / "variants" / "global" / "model.safetensors").is_file()
 
 
@@ -106,12 +106,7 @@ def test_the_lines_on_a_rule_of_ones_own_register_it(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_lines_on_runs_and_sweeps_run(runs_and_library, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        for block in runs_and_library[:2]:
-            exec(compile(block, "python.md", "exec"), names)
-    assert "Run('first': accuracy" in printed.getvalue()
-    assert "num_runs=2" in printed.getvalue()
+def test_the_lines_on_runs_and_sweeps_run(runs_and_library):
+    said = "\n".join(printed("\n".join(runs_and_library[:2])))
+    assert "Run('first': accuracy" in said
+    assert "num_runs=2" in said

@@ -1,7 +1,8 @@
-"""Files are written completely or not at all; a journal holds one JSON line an event, of plain values alone."""
+"""Files are written completely or not at all; journals and JSON hold plain values alone, which every reader accepts."""
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from fedpriv import config, files
+from fedpriv import config, files, texts
 from fedpriv.errors import InputError
 from fedpriv.files import Journal, trace_without_message
 from tests.foreign import linked, planted
@@ -51,30 +52,20 @@ def test_other_text_is_refused_until_it_is_saved_as_utf_8(tmp_path, encoding):
 
 # What fedpriv wrote, what came with it or its packages, and what the system tells: no person saves these.
 READ_OTHERWISE = {
-    *("clients/deploy/doctor.py", "fedpriv/cli/main.py", "fedpriv/exports.py", "fedpriv/files.py"),
-    *("fedpriv/holder/vault/history.py", "fedpriv/learning/adapters/_base_models.py"),
-    *("fedpriv/learning/adapters/lora.py", "fedpriv/learning/data/hospital.py", "fedpriv/models/dedup/planning.py"),
-    *(
-        "fedpriv/models/serving/http/server.py",
-        "fedpriv/models/variants/folders.py",
-        "fedpriv/runs/_folder.py",
-        "fedpriv/runs/_rows.py",
-    ),
-    *("fedpriv/runs/files.py", "fedpriv/runs/show/_progress_page.py", "fedpriv/runs/show/_tracking.py"),
-    *("fedpriv/models/publishing/card.py", "fedpriv/privacy/ledger/statement.py"),
-    "server/deploy/guarded_superlink.py",
+    *("clients/deploy/doctor", "server/deploy/guarded_superlink", "fedpriv/holder/vault/history"),
+    *("fedpriv/cli/main", "fedpriv/exports", "fedpriv/files", "fedpriv/privacy/ledger/statement"),
+    *(f"fedpriv/learning/{name}" for name in ("adapters/_base_models", "adapters/lora", "data/hospital")),
+    *(f"fedpriv/models/{name}" for name in ("dedup/planning", "publishing/card", "serving/http/server")),
+    *("fedpriv/models/variants/folders", "fedpriv/runs/_folder", "fedpriv/runs/_rows", "fedpriv/runs/files"),
+    *("fedpriv/runs/show/_progress_page", "fedpriv/runs/show/_tracking"),
 }
 
 
 def test_what_a_person_may_have_saved_is_read_in_one_way():
     root = Path(files.__file__).parents[1]
-    read = {
-        path.relative_to(root).as_posix()
-        for package in ("fedpriv", "clients", "server")
-        for path in (root / package).rglob("*.py")
-        if ".read_text(" in path.read_text(encoding="utf-8")
-    }
-    assert read == READ_OTHERWISE
+    paths = [path for package in ("fedpriv", "clients", "server") for path in (root / package).rglob("*.py")]
+    read = [path for path in paths if ".read_text(" in path.read_text(encoding="utf-8")]
+    assert {path.relative_to(root).with_suffix("").as_posix() for path in read} == READ_OTHERWISE
 
 
 @pytest.fixture
@@ -93,15 +84,12 @@ def test_a_new_file_does_not_replace_one(tmp_path):
     assert (path.read_bytes(), path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (b"one", 0o600, [path])
 
 
-@pytest.mark.parametrize("write", [files.write_new, files.replace_file])
-def test_a_full_disk_leaves_nothing_behind(tmp_path, full_disk, write):
-    with pytest.raises(OSError, match="No space"):
-        write(tmp_path / "key", b"one")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path, full_disk):
+def test_a_full_disk_leaves_nothing_behind_but_the_old_file(tmp_path, full_disk):
     path = tmp_path / "key"
+    for write in (files.write_new, files.replace_file):
+        with pytest.raises(OSError, match="No space"):
+            write(path, b"one")
+        assert list(tmp_path.iterdir()) == []
     path.write_bytes(b"old")
     with pytest.raises(OSError, match="No space"):
         files.replace_file(path, b"new")
@@ -183,22 +171,16 @@ def test_each_event_is_a_line_with_its_time_and_what_all_share(tmp_path):
     journal.write("charged", round=1)
     journal.write("refused", round=2, reason="x" * 1000)
     first, second = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
-    assert {key: first[key] for key in ("event", "run", "client", "round")} == {
-        "event": "charged",
-        "run": "r",
-        "client": 2,
-        "round": 1,
-    }
-    assert first["time"].endswith("+00:00")
+    assert first.pop("time").endswith("+00:00")
+    assert first == {"event": "charged", "run": "r", "client": 2, "round": 1}
     assert len(second["reason"]) == 300
 
 
 def test_what_is_no_plain_value_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="texts: an event holds plain values, not list"):
-        Journal(tmp_path / "events.jsonl").write("released", texts=["a record"])
-    assert not (tmp_path / "events.jsonl").exists()
-    with pytest.raises(TypeError, match="texts: an event holds plain values, not list"):
-        Journal(None).write("released", texts=["a record"])
+    for path in (tmp_path / "events.jsonl", None):
+        with pytest.raises(TypeError, match="texts: an event holds plain values, not list"):
+            Journal(path).write("released", texts=["a record"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_written_costs_the_event_alone(tmp_path, caplog):
@@ -218,3 +200,20 @@ def test_where_tells_the_lines_but_not_the_message():
     assert "ValueError at" in text
     assert "in fails" in text
     assert "Jane Doe has" not in text.replace('raise ValueError("Jane Doe has a rash")', "")
+
+
+@pytest.mark.parametrize(
+    ("number", "written"),
+    [(math.inf, '"inf"'), (-math.inf, '"-inf"'), (np.float64("inf"), '"inf"'), (np.float64("nan"), "null")],
+)
+def test_an_infinity_is_not_what_is_unknown_at_any_depth(number, written):
+    text = texts.strict_json({"epsilon": number, "rows": [{"loss": (1.5, number)}]})
+    assert text == f'{{"epsilon": {written}, "rows": [{{"loss": [1.5, {written}]}}]}}'
+
+
+def test_everything_else_is_as_json_writes_it_or_refused():
+    value = {"epsilon": 0.1 + 0.2, "largest": 1.7976931348623157e308, "count": 2**70, "name": "NaN", "none": None}
+    assert texts.strict_json(value) == json.dumps(value)
+    assert texts.strict_json(value, indent=2) == json.dumps(value, indent=2)
+    with pytest.raises(TypeError, match="set"):
+        texts.strict_json({"names": {"a"}})

@@ -1,9 +1,10 @@
-"""The rules of the house: who may import whom, and what travels to the nodes."""
+"""The rules of the house: who may import whom, what each program loads, and what travels to the nodes."""
 
 import ast
 import importlib
 import inspect
 import itertools
+import os
 import pkgutil
 import re
 import shutil
@@ -17,27 +18,10 @@ import pytest
 
 from fedpriv.exports import listed_imports
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
-from tests.house import PACKAGES, ROOT, circles, loose_files, read_house, repeated_classes
+from tests.house import PACKAGES, ROOT, circle, loose_files, read_house, repeated_classes
+from tests.marks import slow
 
 house = cache(read_house)  # every worker imports this file, and one of them runs its tests
-
-
-def modules_after(statement: str) -> set[str]:
-    """Top-level names in sys.modules after a statement in a fresh interpreter."""
-    code = f"import sys; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(result.stdout.split())
-
-
-def all_modules(package: str) -> list[str]:
-    files = sorted((ROOT / package).rglob("*.py"))
-    return [".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files]
-
-
-def test_a_message_to_a_node_with_a_vault_needs_nothing_of_what_trains():
-    loaded = modules_after("import clients.app")
-    assert {"flwr", "safetensors"} <= loaded, "the check would be blind"
-    assert not loaded & {"torch", "transformers", "peft", "scipy", "pandas", "pydantic", "dp_accounting"}
 
 
 LAZY_PACKAGES = sorted(
@@ -46,22 +30,47 @@ LAZY_PACKAGES = sorted(
     if "lazy_exports(" in file.read_text()
 )
 
+MODELS = {"torch", "transformers", "peft"}
+TABLES = {"datasets", "pyarrow", "pandas", "matplotlib", "sklearn"}
+# A package counts in every start of a node or a run. What commands load, tests/cli/test_every_command.py says.
+LOADED = {
+    # A message to a node with a vault needs nothing of what trains.
+    "import clients.app": ({"flwr", "safetensors"}, MODELS | {"scipy", "pandas", "pydantic", "dp_accounting"}),
+    f"import {', '.join(LAZY_PACKAGES)}": ({"fedpriv.learning.training"}, MODELS | {"numpy", "dp_accounting"}),
+    "from fedpriv.privacy.accounting import *; from fedpriv.privacy.ledger import *": ({"scipy"}, MODELS),
+    "import fedpriv.holder.vault._service": (
+        {"fedpriv.holder.vault._service"},
+        MODELS | TABLES | {"flwr", "ray", "dp_accounting", "scipy.signal", "scipy.stats"},
+    ),
+    # Both apps and the vault's answers.
+    "import simulations.engines.federation": ({"clients.app", "server.app"}, TABLES | {"ray", "dp_accounting"}),
+}
 
-def test_importing_the_library_and_its_packages_loads_nothing_heavy():
-    assert {"fedpriv", "fedpriv.privacy.accounting", "fedpriv.learning.training"} <= set(LAZY_PACKAGES)
-    loaded = modules_after(f"import {', '.join(LAZY_PACKAGES)}")
-    assert not loaded & {"torch", "transformers", "peft", "numpy", "dp_accounting"}
+
+@pytest.mark.parametrize("statement", [*list(LOADED)[:-1], *slow(list(LOADED)[-1])], ids=lambda text: text[:40])
+def test_a_program_loads_nothing_before_it_needs_it(statement):
+    code = f"import sys; {statement}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded, (expected, forbidden) = set(done.stdout.split()), LOADED[statement]
+    assert expected <= loaded, "the check would be blind"
+    assert not loaded & forbidden
 
 
-@pytest.mark.parametrize("package", ["fedpriv.privacy.accounting", "fedpriv.privacy.ledger"])
-def test_nothing_that_accounting_and_ledger_export_needs_torch(package):
-    loaded = modules_after(f"from {package} import *")
-    assert "scipy" in loaded, "the check would be blind"
-    assert not loaded & {"torch", "transformers", "peft"}
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_torchs_threads_are_told_to_spin_briefly_before_it_is_loaded(given, expected):
+    code = "import os, sys, fedpriv; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+    inherited = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=inherited | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", expected]
 
 
 @pytest.mark.parametrize("package", LAZY_PACKAGES)
-def test_every_exported_name_is_listed_and_can_be_imported(package):
+def test_every_exported_name_is_listed_can_be_imported_and_says_what_it_is(package):
+    """A module, class or function by a docstring of its own; a table or an alias by the text below its assignment."""
     module = importlib.import_module(package)
     assert dir(module) == module.__all__ == sorted(set(module.__all__))
     exported = {name: getattr(module, name) for name in module.__all__}
@@ -70,17 +79,11 @@ def test_every_exported_name_is_listed_and_can_be_imported(package):
     assert not hidden, f"{package}: both a module and an export are called {hidden}"
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         _ = module.nothing
-
-
-@pytest.mark.parametrize("package", LAZY_PACKAGES)
-def test_every_exported_name_says_what_it_is(package):
-    """A module, class or function by a docstring of its own; a table or an alias by the text below its assignment."""
-    module = importlib.import_module(package)
     for name, (origin, inner) in listed_imports(Path(str(module.__file__)).read_text()).items():
-        exported = getattr(module, name)
-        if inspect.ismodule(exported) or inspect.isclass(exported) or inspect.isfunction(exported):
-            own = exported.__doc__ or ""
-            made = inspect.isclass(exported) and own.startswith(f"{exported.__name__}(")  # by `dataclass`
+        value = exported[name]
+        if inspect.ismodule(value) or inspect.isclass(value) or inspect.isfunction(value):
+            own = value.__doc__ or ""
+            made = inspect.isclass(value) and own.startswith(f"{value.__name__}(")  # by `dataclass`
             assert len(own) > 10, f"{package}.{name}"
             assert not made, f"{package}.{name}"
         else:
@@ -100,10 +103,10 @@ def described_values(body: list[ast.stmt]) -> set[str]:
 
 
 @cache
-def imported_by(package: str) -> dict[str, set[str]]:
+def imports() -> dict[str, set[str]]:
     """{file: dotted names that it imports}, from the source, late imports too."""
     names: dict[str, set[str]] = {}
-    for module in house().of(package):
+    for module in house().modules.values():
         found = names.setdefault(str(module.path.relative_to(ROOT)), set())
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Import):
@@ -114,32 +117,30 @@ def imported_by(package: str) -> dict[str, set[str]]:
 
 
 def test_no_files_import_each_other_in_a_circle():
-    assert not circles((one, other) for one, others in house().arrows.items() for other in others if one != other)
+    assert not circle((one, other) for one, others in house().arrows.items() for other in others if one != other)
 
 
 def test_no_room_imports_what_another_keeps_to_itself():
     """Neither names nor modules that begin with `_`; a face hands on what others may use."""
-    kept = [
+    room = {name: module.room for name, module in house().modules.items()}
+    assert not [
         f"{user}: {module}.{name}"
         for (module, name), users in house().users.items()
         for user in users
-        if house().modules[user].room != house().modules[module].room
-        and not house().modules[module].room.startswith("simulations")
+        if room[user] != room[module]
+        and not room[module].startswith("simulations")
         and (f"{module}.{name}").rpartition(".")[2].startswith("_")
         and not name.startswith("__")
     ]
-    assert not kept
-    direct = [
+    assert not [
         f"{file}: {name}"
-        for package in PACKAGES
-        for file, names in imported_by(package).items()
+        for file, names in imports().items()
         for name in names
         if (of := house().modules.get(name))
         and of.path.name.startswith("_")
         and of.path.name != "__init__.py"
         and Path(file).parent != of.path.relative_to(ROOT).parent
     ]
-    assert not direct
 
 
 def test_every_text_has_an_encoding_of_its_own():
@@ -168,20 +169,11 @@ def test_a_docstring_begins_with_a_subject_or_a_verb():
     assert not [module.name for module in house().modules.values() if opening.search(module.source)]
 
 
-def test_the_top_has_few_folders_and_files():
+def test_the_top_has_few_folders_and_files_and_no_class_the_name_of_another():
     library = house().of("fedpriv")
     assert 5 <= len({m.wing for m in library if not m.wing.endswith(".py")}) <= 9
     assert 1 <= len(loose_files(house())) <= 5
-
-
-def test_no_class_has_the_name_of_another():
-    assert not repeated_classes(house().of("fedpriv"))
-
-
-def test_nothing_outside_the_tests_imports_them():
-    for package in ("fedpriv", "clients", "server", "simulations"):
-        for file, names in imported_by(package).items():
-            assert not [name for name in names if name == "tests" or name.startswith("tests.")], file
+    assert not repeated_classes(library)
 
 
 # Registries, what lists the rooms of the library, and the meaning of the key that names one.
@@ -208,20 +200,20 @@ def test_a_mechanism_is_named_in_its_own_files_and_the_registries_alone(mechanis
 
 
 def test_private_flower_names_live_in_one_file_a_side():
-    files = {
-        "clients/deploy/approved_supernode.py",
-        "server/deploy/guarded_superlink.py",
-        "simulations/engines/flower_private.py",
-    }
+    files = {"clients/deploy/approved_supernode.py", "server/deploy/guarded_superlink.py"}
+    files |= {"simulations/engines/flower_private.py"}
     private = (
         *("flwr.supercore", "flwr.supernode", "flwr.superlink"),
         *("flwr.server.", "flwr.simulation.", "flwr.common", "flwr.proto", "flwr.compat"),
     )
     public = "flwr.simulation.run_simulation"
-    for package in ("clients", "fedpriv", "server", "simulations"):
-        for file, names in imported_by(package).items():
-            if file not in files:
-                assert not [name for name in names if name.startswith(private) and name != public], file
+    for file, names in imports().items():
+        if file not in files:
+            assert not [name for name in names if name.startswith(private) and name != public], file
+
+
+def test_nothing_outside_the_tests_imports_them():
+    assert not [file for file, names in imports().items() if any(f"{name}.".startswith("tests.") for name in names)]
 
 
 @pytest.mark.flower
@@ -243,6 +235,6 @@ def test_bundle_for_the_nodes_is_small_and_holds_no_library(tmp_path):
 
 
 def test_no_file_is_too_long():
-    for package in ("fedpriv", "clients", "server", "simulations", "tests"):
+    for package in (*PACKAGES, "tests"):
         for file in (ROOT / package).rglob("*.py"):
             assert len(file.read_text().splitlines()) < 600, file

@@ -14,7 +14,7 @@ import site_figures
 import site_links
 
 from tests.cli.test_every_command import COMMANDS
-from tests.test_docs_paths import PAGES, ROOT
+from tests.test_docs_paths import PAGES, ROOT, each_page
 
 SITE = {"docs/a.md": "a.md", "results/b.md": "results/b.md", "README.md": "index.md", "docs/papers/c.md": "papers/c.md"}
 TABLE = """# Results
@@ -127,7 +127,7 @@ def test_prose_that_stands_out_is_reported_and_nothing_fails(tmp_path):
     assert told[-1] == "4 sentences, 1 of more than 30 words, 1 odd"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_every_figure_that_a_page_cites_is_that_of_its_row(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not site_figures.wrong_citations(text, page.relative_to(ROOT).as_posix(), ROOT)

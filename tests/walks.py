@@ -26,7 +26,7 @@ from server.observer import LogObserver
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.tiny_bert import make_tiny_bert
-from tests.tiny import LABELS, WORDS
+from tests.tiny import LABELS, WORDS, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(str(ROOT / package) + "/" for package in ("fedpriv", "clients", "server", "simulations"))
@@ -94,9 +94,7 @@ class Walk:
 
 
 def _config(folder: Path) -> RunConfig:
-    table = folder / "records.csv"
-    rows = [f"{WORDS[i % len(WORDS)]} {WORDS[i * 7 % len(WORDS)]},{LABELS[i % len(LABELS)]},{i % 2}" for i in range(60)]
-    table.write_text("\n".join(["text,label,site", *rows, ""]))
+    table = write_table(folder / "records.csv", 60)
     model = make_tiny_bert(folder / "tiny-bert", [*WORDS, *LABELS])
     values = {
         **{"model": str(model), "data": str(table), "client_column": "site", "layers": "last-1", "rank": 4},

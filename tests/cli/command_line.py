@@ -28,6 +28,13 @@ def fedpriv(*arguments: object, folder: Path | None = None, code: int = 0) -> tu
     return out.getvalue(), err.getvalue()
 
 
+def refused(*arguments: object, folder: Path | None = None, code: int = 2) -> str:
+    """The one line that a refused command prints, on stderr."""
+    out, err = fedpriv(*arguments, folder=folder, code=code)
+    assert (out, err.count("\n")) == ("", 1), out + err
+    return err
+
+
 def as_json(*arguments: object, folder: Path | None = None, code: int = 0) -> dict[str, Any]:
     """The object that the command prints with --json: a single line of JSON, and nothing on stderr."""
     out, err = fedpriv(*arguments, "--json", folder=folder, code=code)

@@ -69,16 +69,23 @@ def write_study(folder: Path, rounds: Sequence[int] = (10, 12, 14), *, noiseless
     return folder
 
 
+def charge(
+    ledger: Ledger, data_set: str, *releases: Release, client: str = "0", run: str = "run", source: str = "secure"
+) -> None:
+    """Charge a release in each round of a run."""
+    for round_, release in enumerate(releases, start=1):
+        key = Key(run=run, client=client, round=round_, request="x")
+        ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source=source)])
+
+
 def write_ledger(path: Path, event: SubsampledGaussian) -> Path:
     """A ledger of two clients and two runs of two rounds each; the second run's noise was seeded for client 1."""
+    releases = [Release(event=event, rho_bar=0.7)] * 2
     with Ledger(path) as ledger:
-        for client in ("0", "1"):
+        for client, source in (("0", "secure"), ("1", "seeded")):
             data_set = ledger.register(client, 100, 1e-5).id
-            for run, source in (("first", "secure"), ("second", "seeded" if client == "1" else "secure")):
-                for round_ in (1, 2):
-                    key = Key(run=run, client=client, round=round_, request="x")
-                    release = Release(event=event, rho_bar=0.7)
-                    ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source=source)])
+            charge(ledger, data_set, *releases, client=client, run="first")
+            charge(ledger, data_set, *releases, client=client, run="second", source=source)
     return path
 
 

@@ -15,74 +15,67 @@ from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.filters import RenyiFilter
 from fedpriv.privacy.accounting.risk import risk_of
 from fedpriv.privacy.accounting.views import Release
-from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.texts import percent_up
-from tests.cli.command_line import as_json, fedpriv
-from tests.cli.inputs import write_ledger
+from tests.cli.command_line import as_json, fedpriv, refused
+from tests.cli.inputs import charge, write_ledger
+
+EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1)
+SHOWN = (["verify"], ["show"], ["statement", "--client", "0"])
+
+
+def words(*arguments: object) -> str:
+    """What `fedpriv ledger` prints, without its line breaks."""
+    return " ".join(fedpriv("ledger", *arguments)[0].split())
+
+
+def costs(left: int, *spent: SubsampledGaussian, each: int = 1) -> tuple[float, float]:
+    """Epsilon of what was spent with all rounds that are left, each of so many events, and with one more."""
+    more = (epsilon_of([*spent, EVENT.with_count(each * number)], 1e-5).epsilon for number in (left, left + 1))
+    return next(more), next(more)
 
 
 @pytest.fixture
 def path(tmp_path) -> Path:
     """Two clients, two runs; the second run's noise was seeded for client 1."""
-    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=3)
-    return write_ledger(tmp_path / "ledger.sqlite", event)
+    return write_ledger(tmp_path / "ledger.sqlite", EVENT.with_count(3))
 
 
 def test_show_agrees_with_the_accountant(path):
     (row, _) = as_json("ledger", "show", path, "--budget-epsilon", 5)["data_sets"]
-    whole = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=12)
-    assert row["epsilon_local"] == epsilon_of([whole], 1e-5).epsilon
+    assert row["epsilon_local"] == epsilon_of([EVENT.with_count(12)], 1e-5).epsilon
     assert row["epsilon_rho"] > row["epsilon_local"]
     assert (row["runs"], row["rounds"], row["delta"]) == (2, 4, 1e-5)
-    costs = [
-        epsilon_of(
-            [SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=12 + 3 * more)], 1e-5
-        ).epsilon
-        for more in (row["remaining_rounds"], row["remaining_rounds"] + 1)
-    ]
-    assert costs[0] <= 5 < costs[1]
+    enough, too_many = costs(row["remaining_rounds"], EVENT.with_count(12), each=3)
+    assert enough <= 5 < too_many
     assert fedpriv("ledger", "show", path)[0].count("\n") == 5, "headings, a line each, and the largest risk in words"
 
 
 def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(tmp_path):
-    event, scales = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=1), (2.0, 2.0, None)
-    with Ledger(tmp_path / "node.sqlite") as ledger:
-        data_set = ledger.register("0", 100, 1e-5).id
-        for round_, scale in enumerate(scales, start=1):
-            key = Key(run="run", client="0", round=round_, request="x")
-            release = Release(event=event, rho_bar=1.0, aggregate_scale=scale, num_readers=1)
-            ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
-    command = ["ledger", "show", tmp_path / "node.sqlite", "--budget-epsilon", 3]
+    path, scales = tmp_path / "node.sqlite", (2.0, 2.0, None)
+    with Ledger(path) as ledger:
+        releases = [Release(event=EVENT, rho_bar=1.0, aggregate_scale=scale, num_readers=1) for scale in scales]
+        charge(ledger, ledger.register("0", 100, 1e-5).id, *releases)
+    command = ["ledger", "show", path, "--budget-epsilon", 3]
     (row,) = as_json(*command)["data_sets"]
     (summed,) = as_json(*command, "--view", "aggregate")["data_sets"]
-    assert row["epsilon_local"] == summed["epsilon_local"] == epsilon_of([event.with_count(3)], 1e-5).epsilon
-    spent = [event.with_noise(2.0).with_count(2), event]
+    assert row["epsilon_local"] == summed["epsilon_local"] == epsilon_of([EVENT.with_count(3)], 1e-5).epsilon
+    spent = [EVENT.with_noise(2.0).with_count(2), EVENT]
     assert summed["epsilon_aggregate"] == epsilon_of(spent, 1e-5).epsilon < row["epsilon_local"]
     # The last upload was seen by itself, and so would the next ones be.
-    left = summed["remaining_rounds"]
-    costs = [epsilon_of([*spent, event.with_count(left + more)], 1e-5).epsilon for more in (0, 1)]
-    assert costs[0] <= 3 < costs[1]
-    assert row["remaining_rounds"] < left
-    text, _ = fedpriv("ledger", "statement", tmp_path / "node.sqlite", "--client", "0", "--view", "aggregate")
-    assert "Aggregate view" in text
-    assert "against the server and any one participant" in " ".join(text.split())
-    assert "Aggregate view" not in fedpriv("ledger", "statement", tmp_path / "node.sqlite", "--client", "0")[0]
-    assert (
-        "must be one of local, aggregate"
-        in fedpriv("ledger", "show", tmp_path / "node.sqlite", "--view", "rho", code=2)[1]
-    )
+    enough, too_many = costs(summed["remaining_rounds"], *spent)
+    assert enough <= 3 < too_many
+    assert row["remaining_rounds"] < summed["remaining_rounds"]
+    assert "Aggregate view" not in words("statement", path, "--client", "0")
+    assert "must be one of local, aggregate" in refused("ledger", "show", path, "--view", "rho")
 
 
 def test_a_ledger_is_shown_on_the_view_that_its_folder_names(tmp_path):
-    event = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=1)
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
-        key = Key(run="run", client="0", round=1, request="x")
-        release = Release(event=event, rho_bar=1.0, aggregate_scale=2.0, num_readers=1)
-        data_set = ledger.register("0", 100, 1e-5).id
-        ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+        release = Release(event=EVENT, rho_bar=1.0, aggregate_scale=2.0, num_readers=1)
+        charge(ledger, ledger.register("0", 100, 1e-5).id, release)
     assert as_json("ledger", "show", path)["view"] == "local"
     (tmp_path / "config.toml").write_text('privacy_view = "aggregate"\n')  # a run's folder
     shown = as_json("ledger", "show", path)
@@ -94,7 +87,7 @@ def test_a_ledger_is_shown_on_the_view_that_its_folder_names(tmp_path):
     as_told = as_json("ledger", "show", path, "--view", "aggregate", "--budget-epsilon", 2)
     assert as_json("ledger", "show", path) == as_told
     assert "remaining_rounds" not in as_json("ledger", "show", path, "--view", "local")["data_sets"][0]
-    assert "Aggregate view" in fedpriv("ledger", "statement", path, "--client", "0")[0]
+    assert "Aggregate view" in words("statement", path, "--client", "0")
     # A ledger of another name in the folder has a budget of its own.
     path.rename(tmp_path / "other.sqlite")
     path.with_name("ledger.sqlite.head").rename(tmp_path / "other.sqlite.head")
@@ -112,48 +105,39 @@ def test_a_ledger_is_shown_on_the_view_that_its_folder_names(tmp_path):
 )
 def test_a_statement_names_the_fewest_against_whom_its_sums_were_charged(tmp_path, readers, against):
     """Charges of before participants were counted hold no number of them, and are stated as what they were."""
-    path, event = tmp_path / "node.sqlite", SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1, count=1)
+    path = tmp_path / "node.sqlite"
     with Ledger(path) as ledger:
         data_set = ledger.register("0", 100, 1e-5).id
-        releases = [Release(event=event, rho_bar=1.0, aggregate_scale=2.0, num_readers=num) for num in readers]
-        releases += [Release(event=event, rho_bar=1.0, aggregate_scale=scale) for scale in (1.0, None)]
-        for round_, release in enumerate(releases, start=1):
-            key = Key(run="run", client="0", round=round_, request="x")
-            ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+        releases = [Release(event=EVENT, rho_bar=1.0, aggregate_scale=2.0, num_readers=num) for num in readers]
+        releases += [Release(event=EVENT, rho_bar=1.0, aggregate_scale=scale) for scale in (1.0, None)]
+        charge(ledger, data_set, *releases)
         assert [each.num_readers for each in ledger.releases_in_order(data_set)] == [*readers, 0, 0]
     with reading(path) as db:
         notes = [entry.note for entry in db.entries() if entry.phase == "charged"]
     assert [note for note in notes if note] == [json.dumps({"num_readers": num}) for num in readers if num]
-    text, _ = fedpriv("ledger", "statement", path, "--client", "0", "--view", "aggregate")
-    assert f": against {against}, where" in " ".join(text.split())
-    assert ("those of earlier versions, do not count" in " ".join(text.split())) == (0 in readers)
+    text = words("statement", path, "--client", "0", "--view", "aggregate")
+    assert "Aggregate view" in text
+    assert f": against {against}, where" in text
+    assert ("those of earlier versions, do not count" in text) == (0 in readers)
 
 
 def test_statement_says_what_was_spent_what_it_covers_and_where_to_check(path):
     (page,) = as_json("ledger", "statement", path, "--client", "0")["statements"]
     text, _ = fedpriv("ledger", "statement", path, "--client", "0")
-    for part in (
-        page["data_set"],
-        page["head"],
-        "one record",
-        "NOT COVERED",
-        "delta 1e-05",
-        "secure",
-        "first",
-        "second",
-    ):
-        assert part in text
+    covered = ("one record", "NOT COVERED", "delta 1e-05", "secure", "first", "second")
+    assert all(part in text for part in (page["data_set"], page["head"], *covered))
     shown = float(text.split("epsilon ")[1].split()[0])
     assert page["epsilon_local"] <= shown <= page["epsilon_local"] + 1e-4, "rounded up"
     assert page["private"] is True
     assert "NOT PRIVATE" not in text
     row = as_json("ledger", "show", path)["data_sets"][0]
     assert page["tpr_at_fpr"] == row["tpr_at_fpr"]
-    assert (
-        f"identifies at most {percent_up(page['tpr_at_fpr']['0.01'])} of the records, on the local view, for releases"
-        in " ".join(text.split())
-    )
-    assert percent_up(page["tpr_at_fpr"]["0.01"]) in fedpriv("ledger", "show", path)[0]
+    found = percent_up(page["tpr_at_fpr"]["0.01"])
+    assert f"identifies at most {found} of the records, on the local view, for releases" in " ".join(text.split())
+    assert found in words("show", path)
+    (seeded,) = as_json("ledger", "statement", path, "--client", "1")["statements"]
+    assert seeded["private"] is False
+    assert "NOT PRIVATE" in words("statement", path, "--client", "1")
 
 
 def test_a_filter_states_what_its_budget_lets_pass(tmp_path):
@@ -162,9 +146,7 @@ def test_a_filter_states_what_its_budget_lets_pass(tmp_path):
     with Ledger(path) as ledger:
         data_set = ledger.register("0", 100, 1e-5)
         ledger.bound(data_set, filters.to_json(rule))
-        key = Key(run="run", client="0", round=1, request="x")
-        release = Release(event=event, rho_bar=1.0)
-        ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+        charge(ledger, data_set.id, Release(event=event, rho_bar=1.0))
     (with_budget,) = as_json("ledger", "show", path, "--budget-epsilon", "3")["data_sets"]
     told = rule.risk([event], epsilon=3.0, delta=data_set.delta_for_releases)
     assert with_budget["tpr_at_fpr"] == told.tpr_at_fpr
@@ -176,90 +158,73 @@ def test_a_statement_answers_what_regulators_ask_in_80_columns_and_claims_no_com
     text, _ = fedpriv("ledger", "statement", path, "--client", "1", "--view", "aggregate")
     lines = [line for line in text.splitlines() if str(path) not in line]
     assert max(map(len, lines)) <= 80
-    for question in (
-        "Unit",
-        "Neighbouring data",
-        "Delta",
-        "Composition",
-        "Adversary",
-        "Assumed of others",
-        "Extraction",
-    ):
-        assert sum(line.startswith(f"{question} ") for line in lines) == 1, question
+    questions = ("Unit", "Neighbouring data", "Delta", "Composition", "Adversary", "Assumed of others", "Extraction")
+    assert [sum(line.startswith(f"{question} ") for line in lines) for question in questions] == [1] * 7
     said = " ".join(text.split())
-    assert "NIST SP 800-226" in said
-    assert "EDPB Opinion 28/2024" in said
-    assert "claims no compliance" in said
+    assert all(part in said for part in ("NIST SP 800-226", "EDPB Opinion 28/2024", "claims no compliance"))
 
 
 def test_a_statement_of_a_part_of_the_history_says_what_it_cost_alone_and_what_was_refused(tmp_path, monkeypatch):
-    path, event = tmp_path / "ledger.sqlite", SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1)
-    for year, run in enumerate(("first", "second")):
-        clock = SimpleNamespace(now=lambda _, year=year: datetime(2026 + year, 5, 3, tzinfo=UTC))
-        monkeypatch.setattr("fedpriv.privacy.ledger.ledger.datetime", clock)
-        with Ledger(path) as ledger:
-            data_set = ledger.data_set() or ledger.register("0", 100, 1e-5)
-            key, release = Key(run=run, client="0", round=1, request="x"), Release(event=event, rho_bar=1.0)
-            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+    path = tmp_path / "ledger.sqlite"
+    for year, run in ((2026, "first"), (2027, "second")):
+        charge_in(path, datetime(year, 5, 3, tzinfo=UTC), run, monkeypatch)
     (tmp_path / "vault.toml").write_text('partition_id = 0\nname = "St. Anna"\nbudget_epsilon = 4.0\n')
     told = {"time": "2027-05-03T10:00:00+00:00", "event": "began", "run": "second", "purpose": "falls, 2027"}
-    refused = told | {"event": "refused", "reason": "refused: clip_norm = 900.0", "purpose": None}
-    old = refused | {"time": "2026-01-01T10:00:00+00:00", "reason": "refused: long ago"}
-    lines = [json.dumps(each) for each in (told, refused, refused, old)]
+    clipped = told | {"event": "refused", "reason": "refused: clip_norm = 900.0", "purpose": None}
+    old = clipped | {"time": "2026-01-01T10:00:00+00:00", "reason": "refused: long ago"}
+    lines = [json.dumps(each) for each in (told, clipped, clipped, old)]
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, "torn"]))
     command = ["ledger", "statement", path, "--client", "0"]
     (page,) = as_json(*command, "--since", "2027-01-01")["statements"]
-    assert page["epsilon_since"] == epsilon_of([event], 1e-5).epsilon < page["epsilon_local"]
+    assert page["epsilon_since"] == epsilon_of([EVENT], 1e-5).epsilon < page["epsilon_local"]
     assert [run["study"] for run in page["run_list"]] == ["falls, 2027"]
     assert page["refused"] == {"refused: clip_norm = 900.0": 2}
     (whole,) = as_json(*command)["statements"]
     same = ("epsilon_local", "tpr_at_fpr", "budget", "rounds")
     assert [whole[key] for key in same] == [page[key] for key in same]
     assert (len(whole["run_list"]), len(whole["refused"])) == (2, 2)
-    said = " ".join(fedpriv(*command, "--since", "2027-01-01")[0].split())
+    said = words(*command[1:], "--since", "2027-01-01")
     assert f"epsilon 4 for all runs together, on the local view: {page['budget']['used']:.1%} of it is used" in said
-    assert "RUNS SINCE 2027-01-01" in said
-    assert "falls, 2027: 1 round charged" in said
-    assert "2 times refused: clip_norm = 900.0" in said
-    assert "--since 2027-13-01: must be a date" in fedpriv(*command, "--since", "2027-13-01", code=2)[1]
+    for part in ("RUNS SINCE 2027-01-01", "falls, 2027: 1 round charged", "2 times refused: clip_norm = 900.0"):
+        assert part in said
+    assert "--since 2027-13-01: must be a date" in refused(*command, "--since", "2027-13-01")
 
 
-QUESTIONS = ("Who", "What was released", "When", "How much", "What is left", "Limits changed by")
+def charge_in(path: Path, time: datetime, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charge a round at this time, and let other clocks show it too."""
+    for module in ("fedpriv.privacy.ledger.ledger", "fedpriv.holder.vault.history"):
+        monkeypatch.setattr(f"{module}.datetime", SimpleNamespace(now=lambda _: time))
+    with Ledger(path) as ledger:
+        data_set = ledger.data_set() or ledger.register("0", 100, 1e-5)
+        charge(ledger, data_set.id, Release(event=EVENT, rho_bar=1.0), run=run)
 
 
 @pytest.fixture
 def years(tmp_path, monkeypatch):
     """A node's ledger with a round in each of three years, and a limit that was changed in each."""
-    folder, event = tmp_path / "node", SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.1)
-    path = folder / "ledger.sqlite"
+    folder = tmp_path / "node"
     folder.mkdir()
     (folder / "vault.toml").write_text('partition_id = 0\nname = "St. Anna"\nbudget_epsilon = 4.0\n')
     for year in (2025, 2026, 2027):
-        clock = SimpleNamespace(now=lambda _, year=year: datetime(year, 12, 31, 23, 59, tzinfo=UTC))
-        monkeypatch.setattr("fedpriv.privacy.ledger.ledger.datetime", clock)
-        monkeypatch.setattr("fedpriv.holder.vault.history.datetime", clock)
-        with Ledger(path) as ledger:
-            data_set = ledger.data_set() or ledger.register("0", 100, 1e-5)
-            key, release = Key(run=f"of {year}", client="0", round=1, request="x"), Release(event=event, rho_bar=1.0)
-            ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+        charge_in(folder / "ledger.sqlite", datetime(year, 12, 31, 23, 59, tzinfo=UTC), f"of {year}", monkeypatch)
         (folder / "policy.toml").write_text(f"max_rounds = {year}\n")
         history.note(folder, "start")
-    return path, event
+    return folder / "ledger.sqlite"
 
 
 def test_a_year_answers_an_ethics_board_in_its_order_and_counts_nothing_of_other_years(years):
-    path, event = years
-    (page,) = as_json("ledger", "statement", path, "--year", "2026")["statements"]
+    (page,) = as_json("ledger", "statement", years, "--year", "2026")["statements"]
     assert [run["run"] for run in page["run_list"]] == ["of 2026"]
-    costs = [epsilon_of([event.with_count(number)], 1e-5).epsilon for number in (1, 2, 3)]
-    assert [page["epsilon_since"], page["epsilon_until"], page["epsilon_local"]] == pytest.approx(costs, rel=1e-12)
+    expected = [epsilon_of([EVENT.with_count(number)], 1e-5).epsilon for number in (1, 2, 3)]
+    assert [page["epsilon_since"], page["epsilon_until"], page["epsilon_local"]] == pytest.approx(expected, rel=1e-12)
     (change,) = page["changes"]
     assert change.startswith("2026-12-31 ")
     assert change.endswith(", start: policy.toml: max_rounds: 2025 -> 2026")
-    text = fedpriv("ledger", "statement", path, "--client", "0", "--year", "2026")[0]
-    lines = [line for line in text.splitlines() if str(path) not in line]
+    text = fedpriv("ledger", "statement", years, "--client", "0", "--year", "2026")[0]
+    lines = [line for line in text.splitlines() if str(years) not in line]
     assert max(map(len, lines)) <= 80
-    at = [next(i for i, line in enumerate(lines) if line.startswith(f"{question} ")) for question in QUESTIONS]
+    questions = ("Who", "What was released", "When", "How much", "What is left", "Limits changed by")
+    at = [next(i for i, line in enumerate(lines) if line.startswith(f"{question} ")) for question in questions]
     assert at == sorted(at)
     said = " ".join(text.split())
     for answer in (
@@ -272,25 +237,18 @@ def test_a_year_answers_an_ethics_board_in_its_order_and_counts_nothing_of_other
 
 
 def test_an_empty_year_a_bad_one_and_a_ledger_without_a_history_are_told(years, path):
-    (page,) = as_json("ledger", "statement", years[0], "--year", "2024")["statements"]
+    (page,) = as_json("ledger", "statement", years, "--year", "2024")["statements"]
     assert (page["run_list"], page["epsilon_since"], page["epsilon_until"], page["changes"]) == ([], 0, 0, [])
-    said = " ".join(fedpriv("ledger", "statement", years[0], "--year", "2024")[0].split())
+    said = words("statement", years, "--year", "2024")
     assert "What was released nothing was released" in said
     assert "Limits changed by nobody, as the node's history has it" in said
     for bad in (["--year", "26"], ["--year", "20x6"], ["--year", "0026"], ["--year", "2026", "--since", "2026-02-01"]):
-        out, error = fedpriv("ledger", "statement", years[0], *bad, code=2)
-        assert out == ""
+        error = refused("ledger", "statement", years, *bad)
         assert f"--year {bad[1]}: must be a year such as 2026, and without --since" in error
     pages = as_json("ledger", "statement", path, "--year", "2026")["statements"]
     assert len(pages) > 1, "of all clients"
-    assert "not known here: the ledger is not in the folder of a node" in " ".join(
-        fedpriv("ledger", "statement", path, "--client", "1", "--year", "2026")[0].split()
-    )
-
-
-def test_statement_of_seeded_noise_promises_nothing(path):
-    assert "NOT PRIVATE" in fedpriv("ledger", "statement", path, "--client", "1")[0]
-    assert as_json("ledger", "statement", path, "--client", "1")["statements"][0]["private"] is False
+    said = words("statement", path, "--client", "1", "--year", "2026")
+    assert "not known here: the ledger is not in the folder of a node" in said
 
 
 def test_a_broken_chain_is_named_by_its_entry_and_nothing_is_stated_on_it(path):
@@ -300,25 +258,22 @@ def test_a_broken_chain_is_named_by_its_entry_and_nothing_is_stated_on_it(path):
     db.execute("UPDATE entries SET event = replace(event, '1.5', '15') WHERE number = 3")
     db.commit()
     db.close()
-    for command in (["verify"], ["show"], ["statement", "--client", "0"]):
-        out, err = fedpriv("ledger", command[0], path, *command[1:], "--json", code=1)
-        assert out == ""
-        assert "entry 3 was changed" in err
+    for command in SHOWN:
+        assert "entry 3 was changed" in refused("ledger", command[0], path, *command[1:], "--json", code=1)
 
 
 def test_another_data_set_needs_the_holders_statement(tmp_path):
     path = tmp_path / "node.sqlite"
-    _, missing = fedpriv("ledger", "register", path, "--client", "0", "--num-records", "50", code=2)
-    assert f"{path}: no such ledger; give its path, or --new to make one" in missing
+    command = ["ledger", "register", path, "--client", "0", "--num-records"]
+    assert f"{path}: no such ledger; give its path, or --new to make one" in refused(*command, "50")
     assert not path.exists()
-    first = as_json("ledger", "register", path, "--client", "0", "--num-records", "50", "--new")
-    _, refused = fedpriv("ledger", "register", path, "--client", "0", "--num-records", "60", code=2)
-    assert "--disjoint" in refused
-    second = as_json("ledger", "register", path, "--client", "0", "--num-records", "60", "--disjoint", "cases of 2027")
+    first = as_json(*command, "50", "--new")
+    assert "--disjoint" in refused(*command, "60")
+    second = as_json(*command, "60", "--disjoint", "cases of 2027")
     assert second["data_set"] != first["data_set"]
     with Ledger(path) as ledger:
         assert ledger.data_set().id == second["data_set"]
-    assert "cases of 2027" in fedpriv("ledger", "statement", path, "--client", "0")[0]
+    assert "cases of 2027" in words("statement", path, "--client", "0")
 
 
 @pytest.mark.parametrize(
@@ -333,10 +288,7 @@ def test_another_data_set_needs_the_holders_statement(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(path, arguments, code, part):
-    out, err = fedpriv("ledger", *(argument.format(path=path) for argument in arguments), code=code)
-    assert out == ""
-    assert part in err
-    assert err.count("\n") == 1
+    assert part in refused("ledger", *(argument.format(path=path) for argument in arguments), code=code)
 
 
 def truncated(path: Path) -> Path:
@@ -350,21 +302,23 @@ def truncated(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", [["verify"], ["show"], ["statement", "--client", "0"]])
-def test_a_ledger_that_lost_its_last_entries_and_its_head_is_not_vouched_for(path, command):
-    out, err = fedpriv("ledger", command[0], truncated(path), *command[1:], code=1)
-    assert out == ""
-    assert "ledger.sqlite.head is missing" in err
-    assert "fedpriv ledger adopt-head" in err
-    assert err.count("\n") == 1
+def test_a_ledger_that_lost_its_last_entries_and_its_head_is_not_vouched_for(path):
+    truncated(path)
+    for command in SHOWN:
+        error = refused("ledger", command[0], path, *command[1:], code=1)
+        assert "ledger.sqlite.head is missing" in error
+        assert "fedpriv ledger adopt-head" in error
 
 
 def test_adopting_shows_what_is_there_and_every_later_statement_says_so(path):
+    assert as_json("ledger", "verify", path)["adopted"] == []
+    for command in SHOWN:
+        assert "COMPLETE" not in words(command[0], path, *command[1:])
     truncated(path)
     shown = as_json("ledger", "adopt-head", path)
     assert (shown["entries"], shown["data_sets"][0]["rounds"]) == (4, 3)
     fedpriv("ledger", "show", path, code=1)  # looking adopts nothing
-    assert "nothing is adopted yet" in fedpriv("ledger", "adopt-head", path)[0]
+    assert "nothing is adopted yet" in words("adopt-head", path)
     adopted = as_json("ledger", "adopt-head", path, "--reason", "new disk")
     assert (adopted["entries"], adopted["head"], adopted["adopted_by_entry"]) == (4, shown["head"], 5)
     (page,) = as_json("ledger", "statement", path, "--client", "0")["statements"]
@@ -373,27 +327,19 @@ def test_adopting_shows_what_is_there_and_every_later_statement_says_so(path):
     for noted in (page["adopted"], found["adopted"], as_json("ledger", "show", path)["adopted"]):
         (each,) = noted
         assert (each["up_to_entry"], each["reason"]) == (4, "new disk")
-    for command in (["verify"], ["show"], ["statement", "--client", "0"]):
-        text = " ".join(fedpriv("ledger", command[0], path, *command[1:])[0].split())
+    for command in SHOWN:
+        text = words(command[0], path, *command[1:])
         assert "NOT KNOWN TO BE COMPLETE up to entry 4" in text
         assert "no entry is lost: new disk" in text
 
 
-def test_a_ledger_that_was_never_adopted_does_not_say_so(path):
-    assert as_json("ledger", "verify", path)["adopted"] == []
-    for command in (["verify"], ["show"], ["statement", "--client", "0"]):
-        assert "COMPLETE" not in fedpriv("ledger", command[0], path, *command[1:])[0]
-
-
-def test_a_head_that_is_there_is_not_adopted(path):
-    for reason in ([], ["--reason", "because"]):
-        _, err = fedpriv("ledger", "adopt-head", path, *reason, code=1)
-        assert "nothing to adopt" in err
+@pytest.mark.parametrize("reason", [[], ["--reason", "because"]])
+def test_a_head_that_is_there_is_not_adopted(path, reason):
+    assert "nothing to adopt" in refused("ledger", "adopt-head", path, *reason, code=1)
     kept = path.with_name(path.name + ".head").read_text()
     truncated(path).with_name(path.name + ".head").write_text(kept)
-    for reason in ([], ["--reason", "because"]):
-        _, err = fedpriv("ledger", "adopt-head", path, *reason, code=1)
-        assert "ends at entry 4, but ledger.sqlite.head has seen entry 10" in err
+    error = refused("ledger", "adopt-head", path, *reason, code=1)
+    assert "ends at entry 4, but ledger.sqlite.head has seen entry 10" in error
 
 
 def test_a_digest_that_was_kept_tells_whether_its_entry_is_still_there(path):
@@ -405,11 +351,9 @@ def test_a_digest_that_was_kept_tells_whether_its_entry_is_still_there(path):
     assert "kept_head_is_entry  11" in fedpriv(*command.replace("\\\n", "").split())[0]
     truncated(path)
     as_json("ledger", "adopt-head", path, "--reason", "says the thief")
-    out, err = fedpriv("ledger", "verify", path, "--head", kept, code=1)
-    assert out == ""
-    assert f"has no entry {kept}" in err
-    _, err = fedpriv("ledger", "verify", path, "--head", kept[:12], code=2)
-    assert f"--head {kept[:12]}: must be the 64 hex digits" in err
+    assert f"has no entry {kept}" in refused("ledger", "verify", path, "--head", kept, code=1)
+    short = refused("ledger", "verify", path, "--head", kept[:12])
+    assert f"--head {kept[:12]}: must be the 64 hex digits" in short
 
 
 def test_a_holder_is_shown_by_the_name_that_its_run_knows(path, tmp_path):
@@ -417,18 +361,17 @@ def test_a_holder_is_shown_by_the_name_that_its_run_knows(path, tmp_path):
     assert [row["name"] for row in rows] == [None, None]
     run = tmp_path / "run"
     run.mkdir()
-    _, refused = fedpriv("ledger", "show", path, "--run", run, code=2)
-    assert "holds no registrations.json" in refused
+    assert "holds no registrations.json" in refused("ledger", "show", path, "--run", run)
     content = {"0": {"client": 0, "data_set": rows[0]["data_set"], "name": "St. Anna"}}
     (run / "registrations.json").write_text(json.dumps(content))
     assert "St. Anna (0)  " in fedpriv("ledger", "show", path, "--run", run)[0]
     assert as_json("ledger", "show", path, "--run", run)["data_sets"][0]["name"] == "St. Anna"
-    text, _ = fedpriv("ledger", "statement", path, "--client", "0", "--run", run)
-    assert "Client St. Anna (0), a name that it chose; the chain covers its number" in " ".join(text.split())
-    assert "St. Anna" not in fedpriv("ledger", "show", path)[0]
-    assert "knows St. Anna (0), 1" in fedpriv("ledger", "statement", path, "--client", "7", "--run", run, code=2)[1]
+    text = words("statement", path, "--client", "0", "--run", run)
+    assert "Client St. Anna (0), a name that it chose; the chain covers its number" in text
+    assert "St. Anna" not in words("show", path)
+    assert "knows St. Anna (0), 1" in refused("ledger", "statement", path, "--client", "7", "--run", run)
     (run / "registrations.json").replace(path.parent / "registrations.json")
-    assert "St. Anna (0)" in fedpriv("ledger", "show", path)[0]
+    assert "St. Anna (0)" in words("show", path)
 
 
 def test_a_statement_is_found_by_name_and_no_name_stands_for_another_clients_number(path):
@@ -448,11 +391,11 @@ def test_a_statement_is_found_by_name_and_no_name_stands_for_another_clients_num
     text, _ = fedpriv("ledger", "statement", path, "--client", "North\x1b[2Jgate")
     assert "\x1b" not in text
     assert "the chain covers its number" in " ".join(text.split())
-    assert "\x1b" not in fedpriv("ledger", "statement", path, "--client", "\x1b[31mMallory", code=2)[1]
+    assert "\x1b" not in refused("ledger", "statement", path, "--client", "\x1b[31mMallory")
     called("1", "St. Anna")
     assert stated("1") == "1", "the first client calls itself by the second one's number"
     called("St. Anna", "St. Anna")
-    _, err = fedpriv("ledger", "statement", path, "--client", "St. Anna", code=2)
-    assert "knows 2 of this name, St. Anna (0), St. Anna (1); give the number" in err
+    error = refused("ledger", "statement", path, "--client", "St. Anna")
+    assert "knows 2 of this name, St. Anna (0), St. Anna (1); give the number" in error
     called("", "")
-    assert "knows 0, 1; give the number" in fedpriv("ledger", "statement", path, "--client", "", code=2)[1]
+    assert "knows 0, 1; give the number" in refused("ledger", "statement", path, "--client", "")
