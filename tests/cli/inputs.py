@@ -20,15 +20,15 @@ from tests.stores import described, uploads
 ACCOUNT = ["account", "--noise-multiplier", "2", "--sampling-probability", "0.05", "--steps", "40", "--delta", "1e-5"]
 
 STUDY = '''
-"""Records of two classes; the model is a weight for each of 8,192 features."""
+"""Records of two classes; the model is a weight for each of 2,048 features."""
 
 import numpy as np
 
 from fedpriv.models.dedup.validation import PrivateRecords
 
 RNG = np.random.default_rng(1)
-TRUTH = RNG.normal(size=8192).astype(np.float32)
-RECORDS = RNG.normal(size=(1500, 8192)).astype(np.float32)
+TRUTH = RNG.normal(size=2048).astype(np.float32)
+RECORDS = RNG.normal(size=(1500, 2048)).astype(np.float32)
 LABELS = RECORDS @ TRUTH > 0
 
 
@@ -57,12 +57,12 @@ def private():
 def write_study(folder: Path, rounds: Sequence[int] = (10, 12, 14), *, noiseless: bool = False) -> Path:
     """The module `study` and, under variants/, some rounds of a run; the last without noise if asked for."""
     (folder / "study.py").write_text(STUDY)
-    truth = np.random.default_rng(1).normal(size=8192).astype(np.float32)
+    truth = np.random.default_rng(1).normal(size=2048).astype(np.float32)
     rng = np.random.default_rng(2)
     for round_ in rounds:
         multiplier = 0.0 if noiseless and round_ == rounds[-1] else 1.5
         event = SubsampledGaussian(noise_multiplier=multiplier, sampling_probability=0.05)
-        name, weight = f"round-{round_}", truth + rng.normal(size=8192).astype(np.float32) / round_
+        name, weight = f"round-{round_}", truth + rng.normal(size=2048).astype(np.float32) / round_
         history = History(name=name, ancestors=uploads(round_, run=f"r-{multiplier}", event=event))
         variant = described(name, utility=0.95, epsilon_bound=0.3, history=history)
         folders.write(folder / "variants" / name, variant, {"weight": weight})

@@ -88,7 +88,7 @@ EXAMPLES = {
     "ledger register": Example("node.sqlite --client 0 --num-records 50 --new"),
     "dedup plan": Example("variants --fairness outcome", infinite="targets round-14 epsilon"),
     "dedup run": Example(
-        "variants store --evaluator study:evaluator --block-size 128 --fairness outcome",
+        "variants store --evaluator study:evaluator --block-size 32 --fairness outcome",
         infinite="variants 2 epsilon_before",
     ),
     "dedup add": Example("variants store --evaluator study:evaluator --fairness outcome"),
