@@ -27,6 +27,7 @@ from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog
 from fedpriv.runs import marked_alive
 from tests.cli.command_line import as_json, fedpriv
 from tests.cli.inputs import write_begun_run, write_csv, write_ledger, write_plain_table, write_study
+from tests.marks import slow
 from tests.models.publishing.runs import finished
 from tests.runs.show.conftest import write_finished_run
 
@@ -174,7 +175,8 @@ def printed(inputs: Path):
     return run
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in STAYS])
+# tests/cli/test_main.py examines the example of `app` every day.
+@pytest.mark.parametrize("name", [*slow("app"), *(name for name in COMMANDS if name not in {"app", *STAYS})])
 def test_json_is_one_object_in_which_an_infinity_is_a_word(printed, name):
     value = printed(name)
     if EXAMPLES[name].infinite:
@@ -189,32 +191,37 @@ def test_every_example_is_of_a_command():
     assert set(EXAMPLES) <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_an_example_whose_options_exist(name):
-    command = COMMANDS[name]
+def shown_examples(name: str) -> list[str]:
+    return re.findall(rf"fedpriv {name} .*(?:\n    \S.*)*", COMMANDS[name].callback.__doc__)
+
+
+def test_every_command_has_examples_whose_options_exist():
+    for name, command in COMMANDS.items():
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert "--json" in options, name
+        assert shown_examples(name), name
+        for example in shown_examples(name):
+            assert {word for word in shlex.split(example) if word.startswith("-")} <= options, example
+
+
+@pytest.mark.parametrize("name", ["account", "dedup run", *slow(*sorted(COMMANDS.keys() - {"account", "dedup run"}))])
+def test_help_shows_usage_and_example(name):
     shown = " ".join(fedpriv(*name.split(), "--help")[0].split())
     assert f"Usage: fedpriv {name} [OPTIONS]" in shown
-    (first, *_) = examples = re.findall(rf"fedpriv {name} .*(?:\n    \S.*)*", command.callback.__doc__)
-    assert " ".join(first.split()) in shown
-    options = {option for parameter in command.params for option in parameter.opts}
-    assert "--json" in options
-    for example in examples:
-        assert {word for word in shlex.split(example) if word.startswith("-")} <= options
+    assert " ".join(shown_examples(name)[0].split()) in shown
 
 
 def test_the_app_shows_its_version_and_help():
     assert fedpriv("--version") == (f"{software()}\n", "")
     assert software().startswith(f"{__version__} (")
     shown, _ = fedpriv("--help")
-    for name in COMMANDS:
-        top, *inner = name.split()
+    of_group = {group: fedpriv(group, "--help")[0] for group in {name.split()[0] for name in COMMANDS if " " in name}}
+    for top, _, inner in (name.partition(" ") for name in COMMANDS):
         assert top in shown
-        assert not inner or inner[0] in fedpriv(top, "--help")[0]
+        assert not inner or inner in of_group[top]
 
 
-MODELS, FLOWER = {"torch", "transformers", "peft"}, {"flwr", "ray"}
-TABLES, PLOTS = {"datasets", "pyarrow", "pandas"}, {"matplotlib", "sklearn"}
-HEAVY = MODELS | FLOWER | TABLES | PLOTS
+HEAVY = {"torch", "transformers", "peft", "flwr", "ray", "datasets", "pyarrow", "pandas", "matplotlib", "sklearn"}
 # dp-accounting imports scipy.signal and scipy.stats itself, so both come with an epsilon.
 EPSILON = {"dp_accounting", "scipy.signal", "scipy.stats"}
 NUMBERS = {"numpy", "scipy"}
@@ -226,27 +233,16 @@ def example(name: str) -> str:
     return f"{name} {EXAMPLES[name].arguments}"
 
 
+LIGHT = ["account", "calibrate", "repeat-and-select", "audit one-run", "audit power", "lmo account", "config check"]
+LIGHT += [name for name in COMMANDS if name.startswith("ledger ")]
+ASKED = ("communication", "ledger", "config", "predict", "push", "serve", "status", "watch")
 # (commands, what neither they nor those above them may load): a package counts in every start of a command.
 LEVELS = [
     (["--help"], HEAVY | EPSILON | NUMBERS | SERVICES | PROGRAMS | {"rich"}),
-    (
-        ["--version", *(f"{name} --help" for name in ("communication", "ledger", "config", "predict", "push"))],
-        HEAVY | EPSILON | NUMBERS | SERVICES,
-    ),
-    (["serve --help", "watch --help", "status --help", example("status")], HEAVY | EPSILON | NUMBERS | SERVICES),
-    (
-        ["account --help", "plan --help", "coordinator --help", example("ledger verify")],
-        HEAVY | EPSILON,
-    ),
+    (["--version", example("status"), *(f"{name} --help" for name in ASKED)], HEAVY | EPSILON | NUMBERS | SERVICES),
+    (["account --help", "plan --help", "coordinator --help", example("ledger verify")], HEAVY | EPSILON),
     (["node --help"], HEAVY | {"dp_accounting"}),
-    (
-        [
-            *map(example, ("account", "calibrate", "repeat-and-select", "audit one-run", "audit power")),
-            *("config schema", *(example(name) for name in COMMANDS if name.startswith("ledger "))),
-        ],
-        HEAVY,
-    ),
-    ([example("config check"), example("lmo account")], MODELS | PLOTS | FLOWER),
+    (["config schema", *map(example, LIGHT)], HEAVY),
 ]
 
 
@@ -254,9 +250,8 @@ def test_no_command_loads_what_it_does_not_need(inputs):
     """In one fresh interpreter, those first that may load least."""
     for earlier in (*inputs.glob("copy.sqlite*"), *inputs.glob("node.sqlite*")):
         earlier.unlink()
-    levels = [([shlex.split(command) for command in commands], forbidden) for commands, forbidden in LEVELS]
     code = f"""
-import sys
+import shlex, sys
 from fedpriv.cli.main import main
 
 def run(arguments):
@@ -266,11 +261,11 @@ def run(arguments):
         if ended.code:
             sys.exit(f"{{arguments}} failed")
 
-for commands, forbidden in {levels!r}:
-    for arguments in commands:
-        run(arguments)
+for commands, forbidden in {LEVELS!r}:
+    for command in commands:
+        run(shlex.split(command))
         if loaded := forbidden & sys.modules.keys():
-            sys.exit(f"{{arguments}} loads {{loaded}}")
+            sys.exit(f"{{command}} loads {{loaded}}")
 if not {{"typer", "dp_accounting"}} <= sys.modules.keys():
     sys.exit("the check would be blind")
 """
