@@ -37,6 +37,11 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
     @property
     def num_lines(self) -> int:
         return len(self.source.splitlines())
@@ -129,7 +134,7 @@ def read_house(root: Path = ROOT) -> House:
     for module in modules.values():
         if module.exports:  # a face hands names on; who imports them from it uses them
             continue
-        for target, name in _imported(module.tree, modules, exports):
+        for target, name in _imported(module.nodes, modules, exports):
             arrows[module.name].add(target)
             users[target, name].add(module.name)
     return House(
@@ -140,11 +145,11 @@ def read_house(root: Path = ROOT) -> House:
 
 
 def _imported(
-    tree: ast.Module, modules: Mapping[str, Module], exports: Mapping[tuple[str, str], tuple[str, str]]
+    nodes: list[ast.AST], modules: Mapping[str, Module], exports: Mapping[tuple[str, str], tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
     """(module, name in it) of each import from the house and each use of an imported module; ("", for the module)."""
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module in modules:
             for alias in node.names:
                 origin = (node.module, alias.name)
@@ -155,7 +160,7 @@ def _imported(
                     yield full, ""
                 else:
                     yield origin
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             yield aliases[node.value.id], node.attr
 
@@ -204,7 +209,7 @@ def measures(house: House) -> dict[str, object]:
     num_imports = sum(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for module in library
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, (ast.Import, ast.ImportFrom))
     )
     public = house.public_names()

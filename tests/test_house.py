@@ -7,10 +7,8 @@ import itertools
 import os
 import pkgutil
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -108,7 +106,7 @@ def imports() -> dict[str, set[str]]:
     names: dict[str, set[str]] = {}
     for module in house().modules.values():
         found = names.setdefault(str(module.path.relative_to(ROOT)), set())
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -159,8 +157,8 @@ def test_every_text_has_an_encoding_of_its_own():
     blind = ["path.read_text()", "subprocess.run(a, text=True)", "path.open('w', newline='')"]
     assert all(lacks_one(ast.parse(line).body[0].value) for line in blind), "the check would be blind"
     product = {name: module for name, module in house().modules.items() if not name.startswith("simulations")}
-    calls = [(name, node) for name, module in product.items() for node in ast.walk(module.tree)]
-    assert not [f"{name}:{node.lineno}" for name, node in calls if isinstance(node, ast.Call) and lacks_one(node)]
+    nodes = [(name, node) for name, module in product.items() for node in module.nodes]
+    assert not [f"{name}:{node.lineno}" for name, node in nodes if isinstance(node, ast.Call) and lacks_one(node)]
 
 
 def test_a_docstring_begins_with_a_subject_or_a_verb():
@@ -214,24 +212,6 @@ def test_private_flower_names_live_in_one_file_a_side():
 
 def test_nothing_outside_the_tests_imports_them():
     assert not [file for file, names in imports().items() if any(f"{name}.".startswith("tests.") for name in names)]
-
-
-@pytest.mark.flower
-def test_bundle_for_the_nodes_is_small_and_holds_no_library(tmp_path):
-    copy = tmp_path / "copy"
-    ignore = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".mypy_cache", ".ruff_cache")
-    shutil.copytree(ROOT, copy, ignore=ignore)
-    flwr = Path(sys.executable).parent / "flwr"
-    subprocess.run([flwr, "build"], cwd=copy, check=True, capture_output=True)
-    (bundle,) = copy.glob("*.fab")
-    assert bundle.stat().st_size < 2**20
-    with zipfile.ZipFile(bundle) as archive:
-        names = [name for name in archive.namelist() if not name.startswith(".info/")]
-    assert "clients/app.py" in names
-    assert "server/app.py" in names
-    assert not [name for name in names if "/deploy/" in name], "a kit's change would need every node's approval"
-    others = [name for name in names if not name.startswith(("clients/", "server/"))]
-    assert set(others) <= {"pyproject.toml", "LICENSE", "README.md"}
 
 
 def test_no_file_is_too_long():

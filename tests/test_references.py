@@ -88,40 +88,26 @@ def unresolved(source: str) -> list[str]:
     return [key for key in keys if key not in bibliography()] if keys else ["names no paper"]
 
 
-def python_files() -> list[Path]:
+def texts() -> dict[str, str]:
+    """{file: its text} of all code and pages that cite."""
     folders = ("fedpriv", "clients", "server", "simulations", "tests")
-    return [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file != Path(__file__)]
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file != Path(__file__)]
+    files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
+    return {str(file.relative_to(ROOT)): file.read_text() for file in files if file != BIBLIOGRAPHY}
 
 
-def pages() -> list[Path]:
-    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")]
-    return [file for file in files if file != BIBLIOGRAPHY]
-
-
-def test_every_source_in_the_code_resolves_to_an_entry():
-    found = {file: sources(file.read_text()) for file in python_files()}
-    assert sum(map(len, found.values())) > 60, "the check would be blind"
-    wrong = [
-        f"{file.relative_to(ROOT)}: Source: {source}: {what}"
-        for file, texts in found.items()
-        for source in texts
-        for what in unresolved(source)
-    ]
-    assert not wrong, "not in docs/references.md: " + "; ".join(wrong)
-
-
-def test_every_dated_citation_in_code_and_pages_resolves_to_an_entry():
-    for file in [*python_files(), *pages()]:
-        unknown = cited_in_prose(file.read_text()) - bibliography().keys()
-        assert not unknown, f"{file.relative_to(ROOT)} cites {sorted(unknown)}, which docs/references.md lacks"
-
-
-def test_every_entry_is_cited_somewhere():
-    cited = set()
-    for file in [*python_files(), *pages()]:
-        text = file.read_text()
-        cited |= cited_in_prose(text).union(*map(cited_in_source, sources(text)))
+def test_every_citation_in_code_and_pages_is_of_an_entry_and_every_entry_is_cited():
+    cited, num_sources = set[str](), 0
+    for file, text in texts().items():
+        in_prose, of_code = cited_in_prose(text), sources(text)
+        unknown = in_prose - bibliography().keys()
+        assert not unknown, f"{file} cites {sorted(unknown)}, which docs/references.md lacks"
+        wrong = [f"{source}: {what}" for source in of_code for what in unresolved(source)] if file[-3:] == ".py" else []
+        assert not wrong, f"{file}: Source: {'; '.join(wrong)}, which docs/references.md lacks"
+        num_sources += len(of_code)
+        cited |= in_prose.union(*map(cited_in_source, of_code))
         cited |= {key for key, entry in bibliography().items() if f"{entry['label']} {entry['year']}" in text}
+    assert num_sources > 60, "the check would be blind"
     assert sorted(bibliography().keys() - cited) == []
 
 

@@ -101,17 +101,12 @@ def entry(file: Path, name: str, version: str) -> str:
 
 def test_a_package_swapped_at_the_registry_is_not_installed(tmp_path: Path) -> None:
     version = locked("3.11", "x86_64")["tomli-w"]
-    swapped = wheel(tmp_path, "tomli-w", version, "STRANGER = True\n")
-    lock, registry = tmp_path / "requirements.txt", ("--no-index", "--find-links", str(tmp_path))
-
-    lock.write_text(entry(swapped, "tomli-w", version))
-    done = install(lock, tmp_path / "blind", *registry)
-    assert (tmp_path / "blind" / "tomli_w" / "__init__.py").is_file(), f"the attack itself fails: {done.stderr}"
-
+    wheel(tmp_path, "tomli-w", version, "STRANGER = True\n")
+    lock = tmp_path / "requirements.txt"
     lock.write_text(excerpt(("tomli-w",)))
-    done = install(lock, tmp_path / "site", *registry)
+    done = install(lock, tmp_path / "site", "--no-index", "--find-links", str(tmp_path))
     assert done.returncode != 0
-    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert "DO NOT MATCH THE HASHES" in done.stderr, "the registry itself fails"
     assert not (tmp_path / "site").exists()
 
 

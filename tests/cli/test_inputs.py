@@ -56,7 +56,7 @@ def test_all_problems_are_told_at_once_without_a_look_at_files(file, text, probl
 def test_problems_of_a_sweep_s_runs_are_told_once_each(file):
     text = 'title = "t"\n[grid]\nrank = [4, -1]\nseed = [0, 1, 2]\n'
     assert check(file, text) == (2, ["rank = -1: input should be greater than or equal to 1"])
-    code, lines = check(file, text.replace(", -1", ""))
+    code, lines = check(file, text.replace(", -1", ""), "--no-files")
     assert (code, lines) == (0, [f"{file}: a sweep of 3 runs, nothing wrong"])
     assert check(file, "grid = 3\n")[0] == 2
 
@@ -91,7 +91,7 @@ def test_what_is_no_toml_is_one_line(file, tmp_path):
 def test_json_of_a_check(file):
     file.write_text("rounds = 5\n")
     expected = {"file": str(file), "kind": "run", "num_runs": 1, "problems": [], "notes": []}
-    assert as_json("config", "check", file) == expected
+    assert as_json("config", "check", file, "--no-files") == expected
 
 
 def test_the_schema_is_printed_for_runs_and_for_sweeps():

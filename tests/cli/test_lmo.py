@@ -64,7 +64,7 @@ def test_search_writes_what_account_reads(folder):
 
 
 def test_search_under_the_published_curve_is_marked(folder):
-    options = ["--epsilon", "2", "--accounting", "published", "--dimension", "100"]
+    options = ["--epsilon", "2", "--accounting", "published", "--dimension", "100", "--part", "exponential"]
     values = as_json("lmo", "search", *options, folder=folder)
     assert (values["valid_dimension"], values["is_guarantee"]) == (1, False)
     assert values["variance"] == "inf", "an exponential part in a mixture has none"

@@ -1,8 +1,11 @@
 """`fedpriv ...` as a whole: exit codes, clean output, no traceback; `data check` and `report`; programs above it."""
 
+import hashlib
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,9 +85,17 @@ def test_a_program_is_a_command_like_any_other(command, shown):
     assert f"fedpriv {command}" in said
 
 
-def test_a_written_app_has_the_bundle_that_nodes_approve(tmp_path):
-    """The original's, which the command bundles before it copies; a changed one is another, as operators' kits know."""
-    assert as_json("app", tmp_path / "my-app")["bundle"] == approvals.bundle_digest(tmp_path / "my-app")
+def test_a_written_app_has_the_bundle_that_nodes_approve_which_is_small_and_holds_no_library(tmp_path):
+    told = as_json("app", tmp_path / "my-app")["bundle"]
+    bundle = approvals.bundle_of(tmp_path / "my-app")
+    assert told == hashlib.sha256(bundle).hexdigest()
+    assert len(bundle) < 2**20
+    with zipfile.ZipFile(io.BytesIO(bundle)) as archive:
+        names = {name for name in archive.namelist() if not name.startswith(".info/")}
+    assert {"clients/app.py", "server/app.py"} <= names
+    assert not [name for name in names if "/deploy/" in name], "a kit's change would need every node's approval"
+    others = {name for name in names if not name.startswith(("clients/", "server/"))}
+    assert others <= {"pyproject.toml", "LICENSE", "README.md"}
 
 
 @pytest.mark.parametrize(("name", "message"), [("there", "exists"), ("my_app", "letters, digits and hyphens")])
