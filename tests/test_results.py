@@ -116,7 +116,7 @@ def test_an_unfinished_run_is_refused_in_one_line(folder):
 def test_a_ledger_becomes_a_frame_only_if_its_chain_is_intact(folder):
     path = folder / "ledger.sqlite"
     assert entries_frame(path)["phase"].value_counts().to_dict() == {"charged": 8, "registered": 2}
-    spent = spending_frame(path, budget_epsilon=8.0)
+    spent = spending_frame(path, budget_epsilon=2.0)
     expected = epsilon_of([EVENT.with_count(4)], 1e-5).epsilon
     assert spent["epsilon_local"].tolist() == pytest.approx([expected] * 2)
     assert (spent["remaining_rounds"] > 0).all()

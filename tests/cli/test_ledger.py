@@ -43,12 +43,12 @@ def path(tmp_path) -> Path:
 
 
 def test_show_agrees_with_the_accountant(path):
-    (row, _) = as_json("ledger", "show", path, "--budget-epsilon", 5)["data_sets"]
+    (row, _) = as_json("ledger", "show", path, "--budget-epsilon", 2)["data_sets"]
     assert row["epsilon_local"] == epsilon_of([EVENT.with_count(12)], 1e-5).epsilon
     assert row["epsilon_rho"] > row["epsilon_local"]
     assert (row["runs"], row["rounds"], row["delta"]) == (2, 4, 1e-5)
     enough, too_many = costs(row["remaining_rounds"], EVENT.with_count(12), each=3)
-    assert enough <= 5 < too_many
+    assert enough <= 2 < too_many
     assert fedpriv("ledger", "show", path)[0].count("\n") == 5, "headings, a line each, and the largest risk in words"
 
 
@@ -57,7 +57,7 @@ def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(t
     with Ledger(path) as ledger:
         releases = [Release(event=EVENT, rho_bar=1.0, aggregate_scale=scale, num_readers=1) for scale in scales]
         charge(ledger, ledger.register("0", 100, 1e-5).id, *releases)
-    command = ["ledger", "show", path, "--budget-epsilon", 3]
+    command = ["ledger", "show", path, "--budget-epsilon", 1.5]
     (row,) = as_json(*command)["data_sets"]
     (summed,) = as_json(*command, "--view", "aggregate")["data_sets"]
     assert row["epsilon_local"] == summed["epsilon_local"] == epsilon_of([EVENT.with_count(3)], 1e-5).epsilon
@@ -65,7 +65,7 @@ def test_the_aggregate_view_counts_what_sums_showed_and_single_uploads_in_full(t
     assert summed["epsilon_aggregate"] == epsilon_of(spent, 1e-5).epsilon < row["epsilon_local"]
     # The last upload was seen by itself, and so would the next ones be.
     enough, too_many = costs(summed["remaining_rounds"], *spent)
-    assert enough <= 3 < too_many
+    assert enough <= 1.5 < too_many
     assert row["remaining_rounds"] < summed["remaining_rounds"]
     assert "Aggregate view" not in words("statement", path, "--client", "0")
     assert "must be one of local, aggregate" in refused("ledger", "show", path, "--view", "rho")
@@ -80,11 +80,11 @@ def test_a_ledger_is_shown_on_the_view_that_its_folder_names(tmp_path):
     (tmp_path / "config.toml").write_text('privacy_view = "aggregate"\n')  # a run's folder
     shown = as_json("ledger", "show", path)
     assert (shown["view"], "remaining_rounds" in shown["data_sets"][0]) == ("aggregate", False)
-    (tmp_path / "vault.toml").write_text('partition_id = 0\nbudget_view = "aggregate"\nbudget_epsilon = 2.0\n')
+    (tmp_path / "vault.toml").write_text('partition_id = 0\nbudget_view = "aggregate"\nbudget_epsilon = 1.0\n')
     text, _ = fedpriv("ledger", "show", path)
     assert text.index("ε aggregate") < text.index("ε local")
-    assert "left: rounds like the last one until ε 2 on the aggregate view" in text
-    as_told = as_json("ledger", "show", path, "--view", "aggregate", "--budget-epsilon", 2)
+    assert "left: rounds like the last one until ε 1 on the aggregate view" in text
+    as_told = as_json("ledger", "show", path, "--view", "aggregate", "--budget-epsilon", 1)
     assert as_json("ledger", "show", path) == as_told
     assert "remaining_rounds" not in as_json("ledger", "show", path, "--view", "local")["data_sets"][0]
     assert "Aggregate view" in words("statement", path, "--client", "0")
