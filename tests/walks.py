@@ -41,45 +41,37 @@ class Walk:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Note what runs while the block does."""
-        self.begin()
+        self._note_by(self._note)
         try:
             yield
         finally:
-            self.end()
+            self._note_by(None)
 
-    def begin(self) -> None:
-        """Note what runs from now on."""
-        threading.setprofile(self._note)
-        sys.setprofile(self._note)
-
-    def end(self) -> None:
-        """Note nothing more."""
-        threading.setprofile(None)
-        sys.setprofile(None)
+    def _note_by(self, profile: Callable[[FrameType, str, Any], None] | None) -> None:
+        threading.setprofile(profile)
+        sys.setprofile(profile)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_name != "<module>" and code.co_filename.startswith(OURS):
             self.codes.add(code)
 
-    def between(self, owner: Any, first: str, last_owner: Any, last: str) -> None:
+    def between(self, owner: Any, first: str, last: str) -> None:
         """Be open from each call of one function to the return of another."""
-        begun = getattr(owner, first)
+        begin, end = getattr(owner, first), getattr(owner, last)
 
-        def begin(*arguments: Any) -> Any:
-            self.begin()
-            return begun(*arguments)
+        def begins(*arguments: Any) -> Any:
+            self._note_by(self._note)
+            return begin(*arguments)
 
-        setattr(owner, first, begin)
-        ended = getattr(last_owner, last)
-
-        def end(*arguments: Any) -> Any:
+        def ends(*arguments: Any) -> Any:
             try:
-                return ended(*arguments)
+                return (begins if first == last else end)(*arguments)
             finally:
-                self.end()
+                self._note_by(None)
 
-        setattr(last_owner, last, end)
+        setattr(owner, first, begins)
+        setattr(owner, last, ends)
 
     @property
     def files(self) -> dict[str, int]:
@@ -105,7 +97,7 @@ def _config(folder: Path) -> RunConfig:
 
 
 def _round(walk: Walk, folder: Path) -> None:
-    walk.between(RuleStrategy, "configure_train", RuleStrategy, "_close_round")
+    walk.between(RuleStrategy, "configure_train", "_close_round")
     federation.run(_config(folder), LogObserver())
 
 
@@ -126,7 +118,7 @@ def _gradient(walk: Walk, folder: Path) -> None:
 
 def _report(walk: Walk, folder: Path) -> None:
     for name in ("summarize", "_write_report"):
-        walk.between(server.app, name, server.app, name)
+        walk.between(server.app, name, name)
     federation.run(_config(folder), LogObserver())
 
 
@@ -150,12 +142,7 @@ def _http(walk: Walk, folder: Path) -> None:
         serving.close()
 
 
-WALKS: dict[str, Callable[[Walk, Path], None]] = {
-    "round": _round,
-    "gradient": _gradient,
-    "report": _report,
-    "http": _http,
-}
+WALKS = {"round": _round, "gradient": _gradient, "report": _report, "http": _http}
 
 
 def main() -> None:
