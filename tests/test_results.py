@@ -27,12 +27,12 @@ def folder(tmp_path) -> Path:
 
 
 def change(folder: Path, **summary: object) -> fedpriv.Run:
-    path = folder.parent / "changed"
+    path = folder.parent / f"changed-{'-'.join(summary)}"
     write_finished_run(path, num_clients=3, num_rounds=4, changes=summary)
     return fedpriv.open_run(path)
 
 
-def test_the_frames_are_the_files(folder):
+def test_the_frames_are_the_files_and_a_frame_that_somebody_changes_changes_nothing_else(folder):
     run = fedpriv.open_run(folder)
     written = pd.read_csv(folder / "rounds.csv").set_index("round")
     assert run.rounds["epsilon_local_max"].tolist() == pytest.approx(written["epsilon_local_max"].tolist())
@@ -42,10 +42,6 @@ def test_the_frames_are_the_files(folder):
     assert run.epsilon() == run.clients["epsilon_local"].max()
     assert run.delta == 1e-5
     assert len(run.ledger) == 10
-
-
-def test_a_frame_that_somebody_changes_changes_nothing_else(folder):
-    run = fedpriv.open_run(folder)
     frame = run.clients
     frame.loc[:, "epsilon_local"] = 0.0
     run.summary["clients"].clear()
@@ -72,12 +68,17 @@ def test_a_report_is_printed_whole_however_narrow_the_terminal(folder):
             assert "..." not in text
 
 
-def test_a_view_that_does_not_hold_is_refused_with_its_reason_and_no_bound_is_infinite(folder):
+def test_a_view_that_does_not_hold_and_a_run_that_is_not_finished_are_refused_with_the_reason(folder):
+    run = fedpriv.open_run(folder)
     with pytest.raises(InputError, match=r"aggregate.*local_steps = 3: needs 1"):
-        fedpriv.open_run(folder).epsilon("aggregate")
+        run.epsilon("aggregate")
     with pytest.raises(InputError, match="view = 'server': must be one of local, rho, aggregate"):
-        fedpriv.open_run(folder).epsilon("server")
-    assert change(folder, epsilon_local_max=None, private=False).epsilon() == math.inf
+        run.epsilon("server")
+    (folder / "summary.json").unlink()
+    with pytest.raises(InputError, match=r"summary\.json: no such file"):
+        fedpriv.open_run(folder)
+    with pytest.raises(InputError, match="no such folder"):
+        fedpriv.open_run(folder / "nowhere")
 
 
 def test_what_a_data_file_calls_itself_cannot_run_in_a_notebook(folder):
@@ -91,26 +92,14 @@ def test_what_a_data_file_calls_itself_cannot_run_in_a_notebook(folder):
     assert run.folder.as_posix() not in page
 
 
-def test_a_run_that_is_not_private_says_so_wherever_it_is_shown(folder):
+def test_an_epsilon_is_shown_rounded_up_with_its_delta_and_a_run_without_privacy_says_so(folder):
+    run = change(folder, epsilon_local_max=1.8213)
+    assert all("ε = 1.83 at δ = 1e-5" in shown for shown in (repr(run), run._repr_html_()))
     run = change(folder, private=False, epsilon_local_max=None)
-    assert "NOT PRIVATE" in repr(run)
-    assert "NOT PRIVATE" in run._repr_html_()
+    assert all("NOT PRIVATE" in shown for shown in (repr(run), run._repr_html_()))
     assert "ε = ∞" in repr(run)
     assert "\n" not in repr(run)
-
-
-def test_no_epsilon_is_shown_without_its_delta_and_it_is_rounded_up(folder):
-    run = change(folder, epsilon_local_max=1.8213)
-    for shown in (repr(run), run._repr_html_()):
-        assert "ε = 1.83 at δ = 1e-5" in shown
-
-
-def test_an_unfinished_run_is_refused_in_one_line(folder):
-    (folder / "summary.json").unlink()
-    with pytest.raises(InputError, match=r"summary\.json: no such file"):
-        fedpriv.open_run(folder)
-    with pytest.raises(InputError, match="no such folder"):
-        fedpriv.open_run(folder / "nowhere")
+    assert run.epsilon() == math.inf
 
 
 def test_a_ledger_becomes_a_frame_only_if_its_chain_is_intact(folder):
@@ -131,8 +120,7 @@ def test_a_ledger_becomes_a_frame_only_if_its_chain_is_intact(folder):
 
 def test_a_ledger_names_its_holders_as_the_run_knows_them(folder, tmp_path):
     path = folder / "ledger.sqlite"
-    first = spending_frame(path)["data_set"][0]
-    known = json.dumps({"0": {"client": 0, "data_set": first, "name": "St. Anna"}})
+    known = json.dumps({"0": {"client": 0, "data_set": spending_frame(path)["data_set"][0], "name": "St. Anna"}})
     run = tmp_path / "elsewhere"
     run.mkdir()
     with pytest.raises(InputError, match=r"holds no registrations\.json"):

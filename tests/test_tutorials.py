@@ -46,17 +46,14 @@ def check(notebook: dict[str, Any]) -> None:
     assert "\x1b[1A" not in text, "a display that moves the cursor"
 
 
-def test_the_committed_notebook_was_run_from_top_to_bottom_and_is_small(path):
+def test_the_committed_notebook_was_run_from_top_to_bottom_is_small_and_uses_what_packages_export_alone(path):
     notebook = json.loads(path.read_text())
     cells = code_cells(notebook)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert sum(cell["cell_type"] == "markdown" for cell in notebook["cells"]) >= len(cells) / 2
     assert path.stat().st_size < 150_000
     check(notebook)
-
-
-def test_the_notebook_uses_what_packages_export_alone(path):
-    for cell in code_cells(json.loads(path.read_text())):
+    for cell in cells:
         for node in ast.walk(ast.parse(source(cell))):
             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in ("fedpriv", "simulations"):
                 exported = importlib.import_module(str(node.module)).__all__
@@ -75,6 +72,5 @@ def test_the_notebook_runs(path, tmp_path, monkeypatch):
     place = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
     check(notebook)
-    assert [bool(cell["outputs"]) for cell in code_cells(notebook)] == [
-        bool(cell["outputs"]) for cell in code_cells(json.loads(path.read_text()))
-    ]
+    committed = code_cells(json.loads(path.read_text()))
+    assert [bool(cell["outputs"]) for cell in code_cells(notebook)] == [bool(cell["outputs"]) for cell in committed]
