@@ -53,7 +53,7 @@ ATTACK = "--owners 4 --trials 2 --subsamples 9 --best 3 --epochs 1 --overfit-epo
 
 EXAMPLES = {
     "account": Example(f"--noise-multiplier 0 {SCHEDULE}", infinite="epsilon"),
-    "calibrate": Example(f"--epsilon 2 --accountant rdp {SCHEDULE}"),
+    "calibrate": Example("--epsilon 2 --accountant rdp --sampling-probability 1 --steps 4 --delta 1e-5"),
     "check": Example("sigma.conf", infinite="settings 0 epsilon"),
     "repeat-and-select": Example(
         f"--noise-multiplier 0 --mean-repetitions 10 --shape inf {SCHEDULE} "

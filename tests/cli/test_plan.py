@@ -27,8 +27,14 @@ SPEED = ("--records-per-second", 60)
 
 @pytest.fixture(scope="module")
 def five():
-    """The plan of five hospitals for epsilon 2."""
+    """The plan of five hospitals for epsilon 2, with all alternatives."""
     return as_json("plan", *RECORDS, "--epsilon", 2, "--classes", 8, *SPEED)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """The same by the library, without alternatives."""
+    return budget.plan(Setting.of(SIZES, epsilon=2.0, num_classes=8))
 
 
 def composed(*phases, delta=1e-5):
@@ -40,7 +46,9 @@ def composed(*phases, delta=1e-5):
 
 
 def phases(plan):
-    """(z, q, rounds) of each phase of a plan."""
+    """(z, q, rounds) of each phase of a plan that was printed, or of the library's."""
+    if isinstance(plan, budget.Plan):
+        return [(p.spec.noise_multiplier, p.spec.sampling_probability, p.num_rounds) for p in plan.phases]
     return [(p["noise_multiplier"], p["sampling_probability"], p["rounds"]) for p in plan["phases"]]
 
 
@@ -51,9 +59,9 @@ def test_start_and_steps_spend_the_budget_and_no_more(five):
     assert five["epsilon_local_max"] == pytest.approx(2.0, abs=1e-3)
 
 
-def test_start_and_head_have_their_shares_of_the_budget(five):
+def test_start_and_head_have_their_shares_of_the_budget(planned):
     """1 / z^2 adds up for full batches, and s1 is that of the exact Gaussian mechanism at epsilon 2 and delta 1e-5."""
-    start, head, _ = phases(five)
+    start, head, _ = phases(planned)
     assert (1.99381 / start[0]) ** 2 == pytest.approx(0.15, rel=1e-3)
     assert 35 * (1.99381 / head[0]) ** 2 == pytest.approx(0.83, rel=1e-3)
 
@@ -118,29 +126,37 @@ def test_the_default_model_has_as_many_lora_values_as_a_plan_assumes(initial):
     assert _num_lora_values(RunConfig(), initial) == budget.LORA_VALUES
 
 
-def test_the_command_shows_what_the_library_plans(five):
-    planned = budget.plan(Setting.of(SIZES, epsilon=2.0)).phases
-    assert phases(five) == [(p.spec.noise_multiplier, p.spec.sampling_probability, p.num_rounds) for p in planned]
-    _, head, joint = (phase.spec for phase in planned)
-    assert [p["learning_rate"] for p in five["phases"]] == [None, head.learning_rate, joint.learning_rate]
-    assert [p["lora_learning_rate"] for p in five["phases"]] == [None, None, joint.lora_learning_rate]
+# LoRA needs three times as many alternatives.
+@pytest.mark.parametrize("train", ["head", *slow("all")])
+def test_the_command_shows_what_the_library_plans(train):
+    found = as_json("plan", *RECORDS, "--epsilon", 2, "--train", train, "--classes", 8, *SPEED)
+    planned = budget.plan(Setting.of(SIZES, epsilon=2.0, num_classes=8, train=train))
+    assert phases(found) == phases(planned)
+    rates = [(phase.spec.learning_rate, phase.spec.lora_learning_rate) for phase in planned.phases[1:]]
+    assert [p["learning_rate"] for p in found["phases"]] == [None, *(rate for rate, _ in rates)]
+    of_lora = [rate if phase.name == "all" else None for (_, rate), phase in zip(rates, planned.steps, strict=True)]
+    assert [p["lora_learning_rate"] for p in found["phases"]] == [None, *of_lora]
+    assert found["seconds"] == pytest.approx(planned.setting.record_passes / 60)
+    for name in ("noise_per_step_length", "total_step", "affordable_step", "final_noise", "noise_to_signal"):
+        assert found[name] == pytest.approx(getattr(planned, name)), name
 
 
 # sqrt(sum w^2) / sum w_k N_k with w_k = sqrt(N_k).
 NOISE_PER_RECORD = math.sqrt(sum(SIZES)) / sum(size**1.5 for size in SIZES)
 
 
-def test_the_rates_are_the_recipes(five):
-    (_, (head, _, _), (joint, q, _)) = phases(five)
+def test_the_rates_are_the_recipes(planned):
+    (_, (head, _, _), (joint, q, _)) = phases(planned)
     nu = 0.8 * head * NOISE_PER_RECORD / math.sqrt(35)
     delivered = math.sqrt(sum((1 - 0.9**s) ** 2 for s in range(5, 40)) / 35)  # of steps 5 to 39 rounds before the end
-    assert five["noise_per_step_length"] == pytest.approx(nu)
-    assert five["total_step"] == pytest.approx(0.487 / (delivered * nu))
-    assert five["affordable_step"] == pytest.approx(0.487 / nu)
-    assert five["phases"][1]["learning_rate"] == pytest.approx(five["total_step"] / 35)
+    assert planned.noise_per_step_length == pytest.approx(nu)
+    assert planned.total_step == pytest.approx(0.487 / (delivered * nu))
+    assert planned.affordable_step == pytest.approx(0.487 / nu)
+    of_head, spec = (phase.spec for phase in planned.steps)
+    assert of_head.learning_rate == pytest.approx(planned.total_step / 35)
     of_joint = 0.8 * joint * NOISE_PER_RECORD / (q * math.sqrt(4))
-    assert five["phases"][2]["learning_rate"] == pytest.approx(min(0.18 / of_joint / 4, 4000 * q / 100))
-    assert five["phases"][2]["lora_learning_rate"] == pytest.approx(0.016 / (of_joint**2 * 6144) / 4)
+    assert spec.learning_rate == pytest.approx(min(0.18 / of_joint / 4, 4000 * q / 100))
+    assert spec.lora_learning_rate == pytest.approx(0.016 / (of_joint**2 * 6144) / 4)
 
 
 def end_of_weight(steps):
@@ -152,15 +168,15 @@ def end_of_weight(steps):
     return position
 
 
-def test_noise_to_signal_is_what_noise_and_mean_gradient_make_of_a_weight(five):
-    rows = [row for row in five["phases"][1:] for _ in range(row["rounds"])]
-    signal = end_of_weight([row["learning_rate"] for row in rows])
+def test_noise_to_signal_is_what_noise_and_mean_gradient_make_of_a_weight(planned):
+    specs = [phase.spec for phase in planned.steps for _ in range(phase.num_rounds)]
+    signal = end_of_weight([spec.learning_rate for spec in specs])
     squares = 0.0
-    for before, row in enumerate(rows):
-        step = row["learning_rate"] * 0.8 * row["noise_multiplier"] * NOISE_PER_RECORD / row["sampling_probability"]
+    for before, spec in enumerate(specs):
+        step = spec.learning_rate * 0.8 * spec.noise_multiplier * NOISE_PER_RECORD / spec.sampling_probability
         squares += end_of_weight([0.0] * before + [step] + [0.0] * (38 - before)) ** 2
-    assert five["final_noise"] == pytest.approx(math.sqrt(squares))
-    assert five["noise_to_signal"] == pytest.approx(150 * math.sqrt(squares) / signal)
+    assert planned.final_noise == pytest.approx(math.sqrt(squares))
+    assert planned.noise_to_signal == pytest.approx(150 * math.sqrt(squares) / signal)
 
 
 def test_persons_cost_what_as_many_records_do_and_their_plan_is_one_of_persons(tmp_path):
@@ -212,9 +228,9 @@ def test_what_is_chosen_is_chosen_again(size, given):
         assert (again.config.rounds, again.config.trained_rank) == (chosen.config.rounds, chosen.config.trained_rank)
 
 
-def test_time_is_one_pass_for_the_features_and_what_lora_draws(five):
-    assert five["record_passes"] == pytest.approx(4000 * (1 + 4 * 0.125))
-    assert five["seconds"] == pytest.approx(6000 / 60)
+def test_time_is_one_pass_for_the_features_and_what_lora_draws(planned):
+    assert planned.setting.record_passes == pytest.approx(4000 * (1 + 4 * 0.125))
+    assert planned.setting.seconds(60) == pytest.approx(6000 / 60)
 
 
 @pytest.mark.slow
@@ -277,11 +293,11 @@ def test_a_plan_that_cannot_work_says_so_and_what_would_help():
     assert "Hopeless" not in fedpriv("plan", *RECORDS, "--epsilon", 2, *SPEED)[0]
 
 
-def test_what_does_not_fit_is_shown(five):
+def test_what_does_not_fit_is_shown():
     arguments = ["plan", *RECORDS, "--epsilon", 2, *SPEED, "--seconds", 67]
     assert "note: 67 seconds are too short for LoRA" in fedpriv(*arguments)[0]
     assert as_json(*arguments)["lora_rounds"] == 0
-    assert five["left_out"] == []
+    assert as_json(*arguments, "--train", "head")["left_out"] == []
 
 
 @pytest.mark.parametrize(
