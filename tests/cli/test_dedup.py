@@ -2,8 +2,8 @@
 
 import itertools
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,31 +45,16 @@ def run(store: Path, *options: object, study: Path) -> dict[str, Any]:
     return as_json("dedup", "run", "variants", store, *RUN, *options, folder=study)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A store of all variants.
-
-    Attributes:
-        path: of the store, which no test changes.
-        done: printed as JSON once all was stored.
-        out: printed for people when all was stored.
-        err: likewise, to stderr, which is no terminal.
-    """
-
-    path: Path
-    done: dict[str, Any]
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="module")
-def stored(study: Path) -> Stored:
+def stored(study: Path) -> SimpleNamespace:
+    """The path of a store of all variants, which no test changes, what was said, and what JSON says of it."""
     path = study / "stored"
     out, err = fedpriv("dedup", "run", "variants", path, *RUN, folder=study)
-    return Stored(path, run(path, study=study), out, err)
+    return SimpleNamespace(path=path, out=out, err=err, done=run(path, study=study))
 
 
 def test_variants_are_planned_stored_restored_and_verified(study, stored, tmp_path):
+    """A line each tells of it where there is no terminal."""
     planned = as_json("dedup", "plan", "variants", "--fairness", "outcome", folder=study)
     assert sorted(set(planned["targets"]) | set(planned["untouched"])) == NAMES
     assert planned["targets"]
@@ -86,6 +71,12 @@ def test_variants_are_planned_stored_restored_and_verified(study, stored, tmp_pa
     fedpriv("dedup", "restore", stored.path, "round-14", "--out", out)
     assert safetensors.numpy.load_file(out)["weight"].shape == (2048,)
     assert "3 variants, all sound" in fedpriv("dedup", "verify", stored.path)[0]
+    lines = stored.err.splitlines()
+    assert [line.split(" | ")[:2] for line in lines] == [
+        [f"{number} of 3 variants stored", name] for number, name in enumerate(NAMES, 1)
+    ]
+    assert lines[-1].endswith(" | 0:00:00 left")
+    assert "bytes stored" in stored.out
 
 
 def damage_blocks(store: Path) -> None:
@@ -111,15 +102,6 @@ def test_a_damaged_store_is_reported_and_stays_as_it_is(stored, tmp_path, damage
     assert said in refused("dedup", "restore", store, "round-14", "--out", tmp_path / "o", code=1)
     assert not (tmp_path / "o").exists()
     assert {path: path.read_bytes() for path in store.iterdir()} == before
-
-
-def test_without_a_terminal_there_is_a_line_for_each_variant(stored):
-    lines = stored.err.splitlines()
-    assert [line.split(" | ")[:2] for line in lines] == [
-        [f"{number} of 3 variants stored", name] for number, name in enumerate(NAMES, 1)
-    ]
-    assert lines[-1].endswith(" | 0:00:00 left")
-    assert "bytes stored" in stored.out
 
 
 def test_the_stopping_rule_of_the_published_code_is_an_option(study, stored, tmp_path):
@@ -276,8 +258,8 @@ def test_plain_adapters_come_into_a_store_at_what_is_known_of_their_origin(tmp_p
 
 
 def test_a_base_goes_with_its_targets_and_gc_gives_its_space_back(study, tmp_path):
-    store = tmp_path / "store"
-    run(store, "--utility-bound", "0.014", study=study)
+    store, strict = tmp_path / "store", ("--utility-bound", "0.014")
+    run(store, *strict, study=study)
     first = as_json("dedup", "list", store)
     listed = {row["name"]: row for row in first["variants"]}
     (base,) = listed["round-14"]["bases"]
@@ -306,7 +288,7 @@ def test_a_base_goes_with_its_targets_and_gc_gives_its_space_back(study, tmp_pat
     assert as_json("dedup", "remove", store, "round-14")["left"] == []
     with Store(store) as opened:
         assert opened._index.models == {}, "with the last holder of its blocks a base is forgotten"
-    run(store, "--utility-bound", "0.014", study=study)
+    run(store, *strict, study=study)
 
 
 def test_a_later_variant_takes_blocks_of_one_that_is_stored(study, stored, tmp_path):
