@@ -1,4 +1,4 @@
-"""The plan of the house, read from the source: `python -m tests.house [--names]` prints its measures.
+"""The plan of the house, read from the source: `python -m tests.house` prints its measures.
 
 A wing is a folder or a file at fedpriv's top, or a program. A room is a folder of fedpriv, or a file at its top. An
 arrow is an import of one by another, late imports and those for types alone included. A top-level function or class is
@@ -6,7 +6,6 @@ public if neither its name, its file nor its folder begins with `_`, and also if
 spelled.
 """
 
-import argparse
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -241,21 +240,6 @@ def measures(house: House) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Print the measures, and with --names each module's public names."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--names", action="store_true", help="each public name; * where another room imports it")
-    wanted = parser.parse_args()
-    house = read_house()
-    for name, value in measures(house).items():
-        print(f"{name}: {value}")
-    if wanted.names:
-        by_module = defaultdict(list)
-        for module, name in house.public_names():
-            by_module[module].append(name + "*" * house.used_by_another_room(house.modules[module], name))
-        for module, names in by_module.items():
-            print(f"{module} ({house.modules[module].num_lines}): {' '.join(names)}")
-
-
 if __name__ == "__main__":
-    main()
+    for measure, value in measures(read_house()).items():
+        print(f"{measure}: {value}")

@@ -34,15 +34,12 @@ def test_the_digest_of_a_package_is_that_of_its_sources_however_it_was_installed
     assert len({own, *(digest(f"other-{number}", held) for number, held in enumerate(others))}) == 5
 
 
-@pytest.mark.parametrize("content", ["Hôpital Ω\n".encode(), "Hôpital Ω\n".encode("utf-8-sig")])
-def test_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path, content):
-    (tmp_path / "text").write_bytes(content)
-    assert files.read_text(tmp_path / "text") == "Hôpital Ω\n"
-
-
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
-def test_other_text_is_refused_until_it_is_saved_as_utf_8(tmp_path, encoding):
+def test_text_is_utf_8_with_or_without_a_byte_order_mark_and_other_text_is_refused(tmp_path, encoding):
     path = tmp_path / "text"
+    for known in ("utf-8", "utf-8-sig"):
+        path.write_text("Hôpital Ω\n", encoding=known)
+        assert files.read_text(path) == "Hôpital Ω\n"
     path.write_bytes('name = "Hôpital"\n'.encode(encoding))
     with pytest.raises(InputError, match=f"^{path}: is not text in UTF-8; save it as UTF-8$"):
         config.read(path)
@@ -96,18 +93,14 @@ def test_a_full_disk_leaves_nothing_behind_but_the_old_file(tmp_path, full_disk)
     assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"old", [path])
 
 
-def test_a_folder_of_that_name_is_an_error_and_leaves_nothing_behind(tmp_path):
-    (tmp_path / "key").mkdir()
-    with pytest.raises(OSError, match="key"):
-        files.replace_file(tmp_path / "key", b"new")
-    assert list(tmp_path.iterdir()) == [tmp_path / "key"]
-
-
-def test_a_new_file_does_not_take_the_place_of_a_link_to_nothing(tmp_path):
-    (tmp_path / "key").symlink_to(tmp_path / "missing")
+def test_a_new_file_takes_the_place_neither_of_a_folder_nor_of_a_link_to_nothing(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        files.replace_file(tmp_path / "folder", b"new")
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
     with pytest.raises(InputError, match="exists"):
-        files.write_new(tmp_path / "key", b"one")
-    assert not (tmp_path / "missing").exists()
+        files.write_new(tmp_path / "link", b"one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link"]
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):

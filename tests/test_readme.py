@@ -5,11 +5,9 @@
 tests/deployment/test_walkthrough.py.
 """
 
-import csv
 import gzip
 import json
 import os
-import random
 import re
 import shlex
 import subprocess
@@ -22,6 +20,7 @@ import pandas as pd
 import pytest
 from safetensors.numpy import save_file
 
+from tests.cli.inputs import write_csv
 from tests.test_docs_code import ROOT, blocks
 
 README = (ROOT / "README.md").read_text()
@@ -114,12 +113,9 @@ def test_what_make_run_starts_ends_with_a_report(tmp_path):
 
 def check_own_data(folder: Path, programs: Path) -> None:
     """Type every line about a stranger's own table, and look at what each says."""
-    with (folder / "messages.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["text", "department", "hospital"])
-        for number in range(300):
-            department = ["cardiology", "neurology"][number % 2]
-            writer.writerow([f"message {number} about {department}", department, ["Anna", "Bruno"][number // 150]])
+    departments, hospitals = ["cardiology", "neurology"] * 150, ["Anna"] * 150 + ["Bruno"] * 150
+    letters = [f"message {number} about {department}" for number, department in enumerate(departments)]
+    write_csv(folder / "messages.csv", text=letters, department=departments, hospital=hospitals)
     said = {}
     for line in (line for line in lines_to_type() if line not in RUN_ELSEWHERE):
         name = line.split()[1]
@@ -174,25 +170,20 @@ def test_every_line_of_a_page_has_something_that_runs_it(page: str) -> None:
 def folder(tmp_path: Path) -> Path:
     """A folder with what the pages take for granted: the clone's configurations, files to audit, and public data."""
     (tmp_path / "simulations").symlink_to(ROOT / "simulations")
-    coins = random.Random(0)
-    rows = [(coins.gauss(included, 1.0), included) for included in (index % 2 for index in range(400))]
-    write(tmp_path / "scores.csv", ("score", "included"), rows)
-    write(tmp_path / "losses.csv", ("loss", "member"), [(-score, included) for score, included in rows])
+    included = np.arange(400) % 2
+    scores = np.random.default_rng(0).normal(included)
+    write_csv(tmp_path / "scores.csv", score=scores, included=included)
+    write_csv(tmp_path / "losses.csv", loss=-scores, member=included)
     kinds = ["information", "symptoms", "treatment", "inheritance"]
-    kinds += ["frequency", "genetic changes", "causes", "exams and tests"]
-    answers = [(f"answer {n} on {kinds[n % 8]}", kinds[n % 8], ["north", "south"][n // 80]) for n in range(160)]
-    write(tmp_path / "medquad.csv", ("answer", "question_type", "source"), answers)
+    kinds = [*kinds, "frequency", "genetic changes", "causes", "exams and tests"] * 20
+    answers, sources = [f"answer {n} on {kind}" for n, kind in enumerate(kinds)], ["north"] * 80 + ["south"] * 80
+    write_csv(tmp_path / "medquad.csv", answer=answers, question_type=kinds, source=sources)
     (tmp_path / "medquad.csv.gz").write_bytes(gzip.compress((tmp_path / "medquad.csv").read_bytes()))
     save_file({"weight": np.ones(2, dtype=np.float32)}, tmp_path / "mean-1.safetensors")
     (tmp_path / "study.py").write_text(
         "import numpy as np\n\n\ndef judge():\n    return lambda tensors: (np.arange(40.0), np.arange(40) < 20)\n"
     )
     return tmp_path
-
-
-def write(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
 
 
 @pytest.mark.slow

