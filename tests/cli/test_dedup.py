@@ -27,7 +27,7 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv, refused
 from tests.cli.inputs import charge, write_ledger, write_plain_adapter, write_study
-from tests.stores import EVENT
+from tests.stores import EVENT, content_of
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +139,6 @@ def test_private_records_are_charged_to_their_ledger_by_one_process_and_no_numbe
     assert not (study / "s").exists()
 
 
-def contents(store: Path) -> dict[str, object]:
-    """All that a store holds."""
-    with Store(store, read_only=True) as opened:
-        manifests = {name: repr(opened.manifest(name)) for name in opened.names}
-        return {**manifests, "blocks": opened.blocks.tobytes(), "used": opened.reference_counts.tolist()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["drd", "mcts"])
 def test_workers_store_the_same_bit_for_bit(study, tmp_path, algorithm):
@@ -154,7 +147,7 @@ def test_workers_store_the_same_bit_for_bit(study, tmp_path, algorithm):
     found = [as_json(*command, tmp_path / str(number), *options, number, folder=study) for number in (1, 2)]
     assert found[0] == found[1]
     assert found[0]["num_validations"] > 0
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    assert content_of(tmp_path / "1") == content_of(tmp_path / "2")
 
 
 @pytest.mark.slow
