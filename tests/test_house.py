@@ -185,12 +185,8 @@ def test_the_top_has_few_folders_and_files_and_no_class_the_name_of_another():
 
 # Registries, what lists the rooms of the library, and the meaning of the key that names one.
 NAMES_EVERY_MECHANISM = {
-    "fedpriv/__init__.py",
-    "fedpriv/privacy/accounting/events.py",
-    "fedpriv/cli/main.py",
-    "fedpriv/config/_federation_and_privacy.py",
-    "fedpriv/methods/__init__.py",
-    "fedpriv/privacy/mechanisms/registry.py",
+    *("fedpriv/__init__.py", "fedpriv/cli/main.py", "fedpriv/config/_federation_and_privacy.py"),
+    *("fedpriv/methods/__init__.py", "fedpriv/privacy/accounting/events.py", "fedpriv/privacy/mechanisms/registry.py"),
 }
 
 

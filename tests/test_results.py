@@ -121,13 +121,11 @@ def test_a_ledger_becomes_a_frame_only_if_its_chain_is_intact(folder):
 def test_a_ledger_names_its_holders_as_the_run_knows_them(folder, tmp_path):
     path = folder / "ledger.sqlite"
     known = json.dumps({"0": {"client": 0, "data_set": spending_frame(path)["data_set"][0], "name": "St. Anna"}})
-    run = tmp_path / "elsewhere"
-    run.mkdir()
     with pytest.raises(InputError, match=r"holds no registrations\.json"):
-        spending_frame(path, run=run)
-    (run / "registrations.json").write_text(known)
-    assert spending_frame(path, run=run)["name"].fillna("").tolist() == ["St. Anna", ""]
-    assert "St. Anna" in statement_text(path, "0", run=str(run))
+        spending_frame(path, run=tmp_path)
+    (tmp_path / "registrations.json").write_text(known)
+    assert spending_frame(path, run=tmp_path)["name"].fillna("").tolist() == ["St. Anna", ""]
+    assert "St. Anna" in statement_text(path, "0", run=str(tmp_path))
     assert "St. Anna" not in statement_text(path, "0")
     (folder / "registrations.json").write_text(known)
     assert "St. Anna" in statement_text(path, "0")

@@ -354,14 +354,19 @@ def test_a_digest_that_was_kept_tells_whether_its_entry_is_still_there(path):
     assert f"--head {kept[:12]}: must be the 64 hex digits" in short
 
 
+def called(folder: Path, ledger: Path, *names: str) -> None:
+    """Write into a run's folder by which names it knows the first clients of the ledger."""
+    rows = as_json("ledger", "show", ledger)["data_sets"]
+    known = {row["client"]: {"data_set": row["data_set"], "name": name} for row, name in zip(rows, names, strict=False)}
+    (folder / "registrations.json").write_text(json.dumps(known))
+
+
 def test_a_holder_is_shown_by_the_name_that_its_run_knows(path, tmp_path):
-    rows = as_json("ledger", "show", path)["data_sets"]
-    assert [row["name"] for row in rows] == [None, None]
+    assert [row["name"] for row in as_json("ledger", "show", path)["data_sets"]] == [None, None]
     run = tmp_path / "run"
     run.mkdir()
     assert "holds no registrations.json" in refused("ledger", "show", path, "--run", run)
-    content = {"0": {"client": 0, "data_set": rows[0]["data_set"], "name": "St. Anna"}}
-    (run / "registrations.json").write_text(json.dumps(content))
+    called(run, path, "St. Anna")
     assert "St. Anna (0)  " in fedpriv("ledger", "show", path, "--run", run)[0]
     assert as_json("ledger", "show", path, "--run", run)["data_sets"][0]["name"] == "St. Anna"
     text = words("statement", path, "--client", "0", "--run", run)
@@ -373,27 +378,19 @@ def test_a_holder_is_shown_by_the_name_that_its_run_knows(path, tmp_path):
 
 
 def test_a_statement_is_found_by_name_and_no_name_stands_for_another_clients_number(path):
-    rows = as_json("ledger", "show", path)["data_sets"]
-
-    def called(*names: str) -> None:
-        content = {
-            row["client"]: {"data_set": row["data_set"], "name": name} for row, name in zip(rows, names, strict=True)
-        }
-        (path.parent / "registrations.json").write_text(json.dumps(content))
-
     def stated(client: str) -> str:
         return as_json("ledger", "statement", path, "--client", client)["statements"][0]["client"]
 
-    called("St. Anna", "North\x1b[2Jgate")
+    called(path.parent, path, "St. Anna", "North\x1b[2Jgate")
     assert (stated("St. Anna"), stated("North\N{REPLACEMENT CHARACTER}[2Jgate")) == ("0", "1")
     text, _ = fedpriv("ledger", "statement", path, "--client", "North\x1b[2Jgate")
     assert "\x1b" not in text
     assert "the chain covers its number" in " ".join(text.split())
     assert "\x1b" not in refused("ledger", "statement", path, "--client", "\x1b[31mMallory")
-    called("1", "St. Anna")
+    called(path.parent, path, "1", "St. Anna")
     assert stated("1") == "1", "the first client calls itself by the second one's number"
-    called("St. Anna", "St. Anna")
+    called(path.parent, path, "St. Anna", "St. Anna")
     error = refused("ledger", "statement", path, "--client", "St. Anna")
     assert "knows 2 of this name, St. Anna (0), St. Anna (1); give the number" in error
-    called("", "")
+    called(path.parent, path, "", "")
     assert "knows 0, 1; give the number" in refused("ledger", "statement", path, "--client", "")
