@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_shown():
     ids=str,
 )
 def test_values_out_of_range_are_refused_by_name(wrong):
-    error = refused("plan", "--records", 100, "--epsilon", 2, *SPEED, *wrong)
+    error = refused("plan", "--records", 100, "--epsilon", 2, "--train", "head", *SPEED, *wrong)
     assert wrong[0].removeprefix("--").replace("-", "_") in error
 
 
