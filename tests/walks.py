@@ -1,8 +1,7 @@
-"""Four walks through the house, traced in real runs: `python -m tests.walks [round|gradient|report|http] [--files]`.
+"""Two walks through the house, traced in real runs: `python -m tests.walks [round|gradient] [--files]`.
 
 `round` goes from the strategy asking for a round to the new global model, `gradient` from a CSV's path to a client's
-noised step, `report` from what the rounds cost to the report page, and `http` from a run's folder to the answer of a
-request. A file of ours counts with its lines if one of its functions ran on the way.
+noised step. A file of ours counts with its lines if one of its functions ran on the way.
 """
 
 import argparse
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import server.app
 from fedpriv.config import RunConfig, parse
 from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
 from fedpriv.learning.training.stacked import execute_one_by_one
@@ -66,7 +64,7 @@ class Walk:
 
         def ends(*arguments: Any) -> Any:
             try:
-                return (begins if first == last else end)(*arguments)
+                return end(*arguments)
             finally:
                 self._note_by(None)
 
@@ -116,33 +114,7 @@ def _gradient(walk: Walk, folder: Path) -> None:
         raise update
 
 
-def _report(walk: Walk, folder: Path) -> None:
-    for name in ("summarize", "_write_report"):
-        walk.between(server.app, name, name)
-    federation.run(_config(folder), LogObserver())
-
-
-def _http(walk: Walk, folder: Path) -> None:
-    from fastapi.testclient import TestClient
-
-    from fedpriv.models.serving.http.app import create_app
-    from fedpriv.models.serving.http.cards import Cards
-    from fedpriv.models.serving.http.limits import RequestLimits
-    from fedpriv.models.serving.http.tokens import Tokens
-    from fedpriv.models.serving.scheduler import open_serving
-
-    federation.run(_config(folder), LogObserver())
-    run = folder / "run"
-    with walk.open():
-        serving = open_serving(run, memory_bytes=2**30, max_waiting=8, base_dtype="auto", model="")
-        limits = RequestLimits(drain_seconds=1)
-        with TestClient(create_app(serving, Cards(run), Tokens(None), limits, {})) as client:
-            answer = client.post("/v1/classify", json={"model": "global", "input": "a text"})
-            answer.raise_for_status()
-        serving.close()
-
-
-WALKS = {"round": _round, "gradient": _gradient, "report": _report, "http": _http}
+WALKS = {"round": _round, "gradient": _gradient}
 
 
 def main() -> None:
