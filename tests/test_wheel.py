@@ -80,7 +80,7 @@ def test_the_wheel_holds_the_library_and_its_programs(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"fedpriv"}
     held = {"fedpriv/py.typed", "fedpriv/models/serving/http/page.html", "fedpriv/_apps/simulations/api.py"}
-    assert held | {"fedpriv/_apps/docs/privacy.md", "fedpriv/learning/data/hospital_phrases.txt"} <= set(names)
+    assert held | {"fedpriv/_apps/docs/privacy.md", "fedpriv/learning/data/hospital.toml"} <= set(names)
     assert sum(each.file_size for each in zipfile.ZipFile(wheel).infolist() if "/_apps/docs/" in each.filename) < 2**20
     assert not [name for name in names if "/benchmarks/" in name or "/studies/" in name or name.endswith(".pyc")]
     assert wheel.stat().st_size < 3 * 2**20
