@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -35,7 +36,6 @@ from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.main import _get_middleware, create_app
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fedpriv import errors
 from fedpriv.files import user_named
@@ -48,11 +48,40 @@ from tests.bundles import FILES, bundle, held, plant, task_input
 _PROTOBUF = {"Content-Type": "application/protobuf"}
 
 
+# What is replaced, and what relies on it: whoever updates Flower reads these again, and then their digests here.
+SOURCES = {
+    "flwr.superlink.cli.flower_superlink:flower_superlink": "398ce9c85755e9ee",
+    "flwr.superlink.cli.flower_superlink:_run_superlink_http_api": "eb0d78b85f999576",
+    "flwr.superlink.cli.flower_superlink:SuperLinkLifespan": "a2c1f2f11725c17f",
+    "flwr.superlink.main:create_app": "ee966b630c8ba8b5",
+    "flwr.superlink.main:_get_middleware": "911d5e2a5aaf11ec",
+    "flwr.superlink.routers.control.middlewares:ControlSensitiveResponseMiddleware": "25cca938600324c2",
+    "flwr.superlink.routers.control.middlewares:ControlAuthenticationMiddleware": "1495e41d9bbbd25d",
+    "flwr.superlink.routers.control.middlewares:ControlLicenseMiddleware": "0f57194171e921a3",
+    "flwr.superlink.routers.control.middlewares:ControlEventLogMiddleware": "d8db2d506ca7d0c5",
+    "flwr.superlink.routers.fleet.middlewares:FleetEventLogMiddleware": "4466ecde96fb2315",
+    "flwr.superlink.routers.fleet.node_auth:NodeAuthMiddleware": "36b9ef8b482a1722",
+    "flwr.superlink.routers.fleet.node_auth:authenticate_node": "f8e66372d61b3653",
+    "flwr.superlink.runtime.run_serverapp:run_serverapp": "2cf00cc3bc7ef87c",
+    "flwr.superlink.servicer.runtime.runtime_handlers:pull_task_input": "0cdb599a99a72968",
+    "flwr.superlink.servicer.runtime.runtime_handlers:push_task_output": "b3ee32bbe937b4de",
+    "flwr.cli.install:install_from_fab": "481bd04cde582322",
+    "flwr.cli.install:validate_and_install": "628b69fb852ae858",
+    "flwr.common.config:get_project_dir": "155c70517e73e598",
+    "flwr.simulation.app:run_simulation_process": "f0e943cce1d4b652",
+    "flwr.supercore.protobuf.translation:ProtobufTranslationMiddleware": "5ff23a6fdd06d0f9",
+    "flwr.supercore.superexec.executor:ExecutionSpec": "a52aad6399c9a5ec",
+    "flwr.supercore.superexec.executor.subprocess_executor:SubprocessExecutor": "9c58435eb28cd789",
+    "flwr.supercore.superexec.run_superexec:run_superexec": "91e7a33c5b898f33",
+    "flwr.supercore.task_process.agent.run_agentapp:run_agentapp": "a4c21ab72534b241",
+    "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol.connection_made": "6efb565ff3d36b91",
+}
+
+
 def test_flower_is_what_was_read_when_its_private_names_were_used():
-    """Whoever updates Flower or uvicorn reads first what guarded_superlink.py replaces of them, and relies on."""
     assert version("flwr") == "1.42.0"
-    source = inspect.getsource(HttpToolsProtocol.connection_made)
-    assert hashlib.sha256(source.encode()).hexdigest()[:16] == "6efb565ff3d36b91"
+    read = {name: hashlib.sha256(inspect.getsource(resolve_name(name)).encode()).hexdigest()[:16] for name in SOURCES}
+    assert read == SOURCES
 
 
 @pytest.fixture(scope="module")
