@@ -2,35 +2,32 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import tomli_w
 
 from clients.deploy import doctor, separate_users, supernode
-from clients.deploy.__main__ import app
 from clients.deploy.admission import agreed_text, approve_model
 from clients.deploy.folder import Node
 from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.files import Journal, User
-from fedpriv.holder.vault._charging import NodePolicy, RefusedError, charge, registered_data_set
-from fedpriv.holder.vault.rollback import ReceiptWatch
-from fedpriv.holder.vault.settings import VaultSettings, terms_of
+from fedpriv.holder.vault._charging import NodePolicy, RefusedError, registered_data_set
+from fedpriv.holder.vault.settings import terms_of
 from fedpriv.operate import approvals
-from fedpriv.privacy.accounting.events import SubsampledGaussian
-from fedpriv.privacy.accounting.views import Release
-from fedpriv.privacy.ledger.entries import Key
 from fedpriv.privacy.ledger.head_file import head_path
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.receipts import ReceiptLog
-from server.deploy import certificates
-from simulations.sites import free_port, run_in_process
+from simulations.sites import free_port
 from tests.cli.command_line import fedpriv
+from tests.clients.deploy.conftest import charge, check, kit
 from tests.deployment.tls_server import serving
 from tests.vaults import write_records
 
@@ -56,9 +53,10 @@ def failed(node: Node) -> dict[str, str]:
 
 
 def changed(node: Node, **values: object) -> None:
-    """Write other values into the node's settings."""
+    """Write other values into the node's settings; None takes a key out of them."""
     file = node.folder / "vault.toml"
-    file.write_text(tomli_w.dumps(tomllib.loads(file.read_text()) | values))
+    merged = tomllib.loads(file.read_text()) | values
+    file.write_text(tomli_w.dumps({key: value for key, value in merged.items() if value is not None}))
 
 
 def test_settings_that_the_registered_data_set_does_not_have_or_allow_fail_until_the_advice_is_followed(node):
@@ -67,9 +65,8 @@ def test_settings_that_the_registered_data_set_does_not_have_or_allow_fail_until
     changed(node, delta=1e-9)
     assert f"delta = 1e-09: {node.vault.ledger} has registered" in failed(node)["registered"]
     vault = Node.read(node.folder).vault
-    policy = NodePolicy(ledger=vault.ledger, budget_epsilon=4.0, delta=vault.delta, watch=ReceiptWatch.of(vault))
     with pytest.raises(RefusedError, match="delta: is not what this node has registered"):
-        registered_data_set(policy, "1", None)
+        registered_data_set(NodePolicy(ledger=vault.ledger, delta=vault.delta), "1", None)
     changed(node, delta=known.delta, budget_epsilon=0.01)
     told = failed(node)
     assert told.keys() == {"enforced"}
@@ -78,48 +75,47 @@ def test_settings_that_the_registered_data_set_does_not_have_or_allow_fail_until
     assert failed(node) == {}
 
 
-def without(node: Node, key: str) -> None:
-    """Take a key out of the node's settings."""
-    file = node.folder / "vault.toml"
-    values = tomllib.loads(file.read_text())
-    del values[key]
-    file.write_text(tomli_w.dumps(values))
+def removed(*files) -> None:
+    for file in files:
+        file.unlink()
 
 
-def test_a_node_that_decided_everything_passes(node):
+@pytest.mark.parametrize(
+    ("name", "spoil", "said"),
+    [
+        ("budget", lambda node: changed(node, budget_epsilon=None), "budget_epsilon: required"),
+        ("columns", lambda node: changed(node, prompt_column="note"), "response_column: required"),
+        ("labels", lambda node: changed(node, labels=None), "labels: required"),
+        ("models", lambda node: node.vault.models.write_text(""), "run `approve-model`"),
+        ("registered", lambda node: removed(*node.folder.glob("ledger.sqlite*")), "holds no data set"),
+        ("data", lambda node: removed(node.vault.data), "no such file"),
+        ("files", lambda node: node.vault.data.chmod(0o604), "own.csv: mode 604 lets everybody in; chmod 600 /"),
+        ("files", lambda node: node.vault.ledger.chmod(0o604), "ledger.sqlite: mode 604 lets everybody in; chmod 600"),
+        ("node.key", lambda node: node.key.chmod(0o640), ""),
+        ("vault.key", lambda node: node.vault.key.chmod(0o640), ""),
+    ],
+)
+def test_what_the_operator_left_open_fails_by_name(node, name: str, spoil: Callable[[Node], object], said: str):
+    spoil(node)
+    assert said in failed(node)[name]
+
+
+def test_a_node_that_decided_everything_passes_whatever_the_file_holds(node):
     assert failed(node) == {}
+    node.vault.data.write_bytes(b"\xff\0 no table at all")
+    assert failed(node) == {}, "what the file holds is not looked at"
 
 
 def test_a_node_of_the_corpus_needs_code_alone(make_node):
     assert set(failed(make_node())) == {"approved"}
 
 
-def test_a_coordinator_whose_address_answers_strangers(make_node, ca):
-    certificates.make_server_certificate(ca.parent, ["127.0.0.1"], 30)
-    with serving(ca.parent) as port:
+def test_a_coordinator_whose_address_answers_strangers(make_node, server):
+    with serving(server) as port:
         node = make_node(superlink=f"127.0.0.1:{port}")
         found = {check.name: check for check in doctor.checks(node)}
     assert found["tls"].ok
     assert (found["door"].ok, "OPEN TO STRANGERS: register, run, list" in found["door"].detail) == (False, True)
-
-
-def test_no_budget(node):
-    without(node, "budget_epsilon")
-    assert "budget_epsilon: required" in failed(node)["budget"]
-
-
-def charged(node: Node, round_: int) -> None:
-    """What the vault does for a release."""
-    vault, key = node.vault, Key(run="run", client="1", round=round_, request="x")
-    paid = Release(event=SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1), rho_bar=1.0)
-    with Ledger(vault.ledger) as ledger:
-        data_set = ledger.data_set()
-    policy = NodePolicy(ledger=vault.ledger, budget_epsilon=9.0, watch=ReceiptWatch.of(vault))
-    charge(policy, key, paid, data_set, noise_source="secure")
-
-
-def begun(node: Node):
-    return run_in_process(app, "fedpriv node", "begin-counter", node.folder)
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -127,15 +123,16 @@ def test_a_restored_ledger_is_noticed_and_recovered(node, tmp_path, counted):
     """By what the folder keeps or, where all of it was restored, by the counter file."""
     counter = tmp_path / "counter"
     if counted:
-        with (node.folder / "vault.toml").open("a") as file:
-            file.write(tomli_w.dumps({"counter_file": str(counter)}))
+        assert "counter_file: the settings name none" in kit("begin-counter", node.folder, code=2)
+        changed(node, counter_file=str(counter))
         node = Node.read(node.folder)
         assert "is missing; put it back, or begin one, as `fedpriv node begin-counter` does" in failed(node)["newest"]
-        assert begun(node).returncode == 0
-        assert f"counter_file = {counter}: exists; a new one would forget" in begun(node).stderr
-    charged(node, 1)
+        kit("begin-counter", node.folder)
+        again = kit("begin-counter", node.folder, code=2)
+        assert f"counter_file = {counter}: exists; a new one would forget" in again
+    charge(node, 1)
     backup = {path: path.read_bytes() for path in (node.vault.ledger, head_path(node.vault.ledger))}
-    charged(node, 2)
+    charge(node, 2)
     assert failed(node) == {}
     for path, content in backup.items():
         path.write_bytes(content)
@@ -149,15 +146,8 @@ def test_a_restored_ledger_is_noticed_and_recovered(node, tmp_path, counted):
         *("--reason", "a backup of 3 May"),
     )
     assert failed(node) == {}
-    (found,) = (check for check in doctor.checks(node) if check.name == "newest")
-    assert found.detail.startswith("2 charges, none is known that the ledger lacks; RECOVERED on")
-    charged(node, 3)
-
-
-def test_a_counter_file_needs_a_name(node):
-    done = begun(node)
-    assert done.returncode == 2
-    assert "counter_file: the settings name none" in done.stderr
+    assert check(node, "newest").detail.startswith("2 charges, none is known that the ledger lacks; RECOVERED on")
+    charge(node, 3)
 
 
 def test_init_begins_the_counter_file_that_it_is_given(make, own, tmp_path):
@@ -167,61 +157,18 @@ def test_init_begins_the_counter_file_that_it_is_given(make, own, tmp_path):
     assert "newest" not in failed(made.node)
 
 
-def test_prompts_without_a_column_of_responses(node):
-    with (node.folder / "vault.toml").open("a") as file:
-        file.write('prompt_column = "note"\n')
-    assert "response_column: required" in failed(node)["columns"]
-
-
-def test_labels_left_to_the_coordinator(node):
-    without(node, "labels")
-    assert "labels: required" in failed(node)["labels"]
-
-
-def test_no_model(node):
-    node.vault.models.write_text("")
-    assert "run `approve-model`" in failed(node)["models"]
-
-
 def test_a_model_that_changed(node, tiny_bert, tmp_path):
-    changed = tmp_path / "changed"
-    changed.mkdir()
-    for file in tiny_bert.iterdir():
-        (changed / file.name).write_bytes(file.read_bytes())
-    approve_model(node.vault, str(changed), name="ours")
+    own = shutil.copytree(tiny_bert, tmp_path / "own")
+    approve_model(node.vault, str(own), name="ours")
     assert failed(node) == {}
-    (changed / "vocab.txt").open("a").write("more\n")
+    (own / "vocab.txt").open("a").write("more\n")
     assert "ours: its files changed" in failed(node)["models"]
-
-
-def test_no_registration(node):
-    for file in node.folder.glob("ledger.sqlite*"):
-        file.unlink()
-    assert "holds no data set" in failed(node)["registered"]
-
-
-@pytest.mark.parametrize("which", ["data", "ledger"])
-def test_files_that_others_may_read(node, which):
-    file = getattr(node.vault, which)
-    file.chmod(0o604)
-    assert failed(node)["files"] == f"{file}: mode 604 lets everybody in; chmod 600 {file}"
-
-
-def test_data_that_are_gone(node):
-    node.vault.data.unlink()
-    assert "no such file" in failed(node)["data"]
-
-
-def test_what_the_file_holds_is_not_looked_at(node):
-    node.vault.data.write_bytes(b"\xff\0 no table at all")
-    assert failed(node) == {}
 
 
 def test_a_closed_node_stays_closed_until_it_is_opened(node):
     node.vault.closed.write_text("its child process was killed\n")
     assert "its child process was killed" in failed(node)["open"]
-    done = run_in_process(app, "fedpriv node", "reopen", node.folder)
-    assert (done.returncode, "the node had closed: its child process was killed" in done.stdout) == (0, True)
+    assert "the node had closed: its child process was killed" in kit("reopen", node.folder)
     assert failed(node) == {}
     with pytest.raises(InputError, match="the node is open"):
         doctor.reopen(node.vault)
@@ -282,19 +229,15 @@ def test_a_way_that_is_closed_to_the_supernodes_user_fails_as_start_would_until_
 
 
 def test_the_runs_that_are_agreed_to_the_one_that_waits_and_the_time_of_replies_are_told(node):
-    def told(name: str) -> str:
-        (found,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == name]
-        return found
-
-    assert told("runs") == "any that policy.toml allows"
-    assert told("replies") == "leave when measurements say; no run has asked yet"
+    assert check(node, "runs").detail == "any that policy.toml allows"
+    assert check(node, "replies").detail == "leave when measurements say; no run has asked yet"
     run = terms_of(parse({"purpose": "triage", "rounds": 20}))
     node.vault.agreed.write_text(agreed_text([run]))
     node.vault.waiting.write_text(json.dumps(run | {"rounds": 30}))
     Journal(node.vault.events).write("asked", planned=20, affordable=20, reply_seconds=5793.0)
     waits = "one waits (rounds = 30, agreed was 20): run `approve-run`, or delete"
-    assert told("runs") == f"agreed to: triage, 20 rounds; others ask; {waits} {node.vault.waiting}"
-    assert told("replies").endswith("at most 5,793.0 s after their charge")
+    assert check(node, "runs").detail == f"agreed to: triage, 20 rounds; others ask; {waits} {node.vault.waiting}"
+    assert check(node, "replies").detail.endswith("at most 5,793.0 s after their charge")
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
@@ -331,13 +274,6 @@ def test_what_the_supernodes_user_owns_decides_nothing(node):
     assert failed(node)["decisions"].endswith(f"run chown {os.geteuid()} {node.approved}")
 
 
-def test_a_key_that_others_may_read(node):
-    for key in (node.key, node.vault.key):
-        key.chmod(0o640)
-        assert set(failed(node)) == {key.name}
-        key.chmod(0o600)
-
-
 def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node, monkeypatch):
     nobody = User("nobody", node.folder.stat().st_uid, 1, ())  # as if the vault's key were its file
     monkeypatch.setattr(separate_users, "user_named", lambda name: nobody)
@@ -353,8 +289,5 @@ def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node,
 
 
 def test_the_device_is_the_operators_and_told(node):
-    path = node.folder / "vault.toml"
-    path.write_text(f'{path.read_text()}\ndevice = "cuda:0"\n')
-    assert VaultSettings.read(node.folder).device == "cuda:0"
-    (said,) = [check.detail for check in doctor.checks(Node.read(node.folder)) if check.name == "device"]
-    assert said == "cuda:0, with a pass of its own for each record"
+    changed(node, device="cuda:0")
+    assert check(node, "device").detail == "cuda:0, with a pass of its own for each record"

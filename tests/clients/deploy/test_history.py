@@ -5,23 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from clients.deploy import doctor
-from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.holder.vault import history
 from fedpriv.holder.wire.frame import REGISTER, Request, ask
-from fedpriv.operate.checks import Check
-from simulations.sites import run_in_process
-from tests.clients.deploy.conftest import heard
+from tests.clients.deploy.conftest import check, heard, kit
 from tests.holder.vault.running import Running
 
 DIGEST = "9c" * 32
-
-
-def kit(*arguments: object) -> str:
-    done = run_in_process(app, "fedpriv node", *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture
@@ -32,11 +22,6 @@ def node(tmp_path, invite) -> Node:
 
 def noted(node: Node) -> list[tuple[str, str]]:
     return [(each.command, each.file) for each in history.read(node.folder)]
-
-
-def check(node: Node) -> Check:
-    (found,) = [each for each in doctor.checks(node) if each.name == "history"]
-    return found
 
 
 FILES = (
@@ -58,14 +43,14 @@ def test_each_command_notes_what_it_changes(node, invite, tiny_bert):
     assert (moved.command, moved.values) == ("move", {"superlink": ("127.0.0.1:9093", "127.0.0.1:9999")})
     assert (key.command, key.file) == ("new-key", "application.toml")
     assert "vault_key" in key.values
-    assert f"{len(FILES) + 4} changes, chain intact, head {key.digest}" in check(node).detail
+    assert f"{len(FILES) + 4} changes, chain intact, head {key.digest}" in check(node, "history").detail
 
 
 def test_a_refused_command_notes_nothing(node):
     before = noted(node)
-    assert run_in_process(app, "fedpriv node", "approve", node.folder, "no digest").returncode == 2
-    for command in (("approve", node.folder.parent, DIGEST), ("history", node.folder / "none")):
-        assert run_in_process(app, "fedpriv node", *command).returncode == 2
+    kit("approve", node.folder, "no digest", code=2)
+    kit("approve", node.folder.parent, DIGEST, code=2)
+    kit("history", node.folder / "none", code=2)
     assert noted(node) == before
     assert not history.path_in(node.folder.parent).exists()
 
@@ -74,7 +59,7 @@ def test_a_refused_command_notes_nothing(node):
 def test_a_colleague_edits_the_policy_and_restarts_and_then_approves_by_hand(node):
     text = node.vault.policy.read_text()
     node.vault.policy.write_text(text.replace("max_rounds = 1000", "max_rounds = 5000"))
-    found = check(node)
+    found = check(node, "history")
     assert found.ok
     assert "the next start notes that there are changes of policy.toml" in found.detail
     running = Running(node.vault)
@@ -101,19 +86,17 @@ def test_a_history_that_was_cut_or_replaced_is_told_and_stops_no_command(node):
     path = history.path_in(node.folder)
     whole = path.read_text().splitlines(keepends=True)
     path.write_text("".join(whole[:-1]))
-    assert not check(node).ok
-    assert f"ends at line {len(FILES) - 1}, but history.jsonl.head has seen line {len(FILES)}" in check(node).detail
-    done = run_in_process(app, "fedpriv node", "history", node.folder)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    found = check(node, "history")
+    assert not found.ok
+    assert f"ends at line {len(FILES) - 1}, but history.jsonl.head has seen line {len(FILES)}" in found.detail
+    kit("history", node.folder, code=1)
     assert DIGEST in kit("approve", node.folder, DIGEST)
     # Somebody who may write the folder begins another one: only a digest that was kept elsewhere tells.
     for each in node.folder.glob("history.jsonl*"):
         each.unlink()
     kit("approve", node.folder, DIGEST)
-    assert check(node).ok
-    done = run_in_process(app, "fedpriv node", "history", node.folder, "--head", head)
-    assert done.returncode == 1
-    assert "its chain is intact but has no line" in done.stderr
+    assert check(node, "history").ok
+    assert "its chain is intact but has no line" in kit("history", node.folder, "--head", head, code=1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

@@ -19,7 +19,6 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 
 from clients.deploy import admission, doctor, supernode
-from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.errors import FlowerError, InputError
 from fedpriv.holder.vault import history
@@ -28,16 +27,10 @@ from fedpriv.learning.adapters import model_digest
 from fedpriv.operate import approvals, joining
 from fedpriv.privacy.ledger import keys, reader
 from server.deploy import certificates
-from simulations.sites import run_in_process
-from tests.clients.deploy.conftest import heard
-from tests.clients.deploy.test_doctor import charged
+from tests.clients.deploy.conftest import charge, heard, kit
 from tests.tiny import LABELS
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def deploy(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_in_process(app, "fedpriv node", *arguments)
 
 
 def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
@@ -101,36 +94,27 @@ def test_a_byte_order_mark_in_what_an_operator_edits_changes_nothing(make_node):
         ({"run": {"rounds": date(2027, 1, 1)}}, [], "run.rounds"),
         ({"run": {"rounds": {"a": 1}}}, [], "run.rounds"),
         ({"run": {"rouns": 3}}, [], "rouns: unknown configuration key"),
-        (
-            {"run": {"system_prompt": "\x1b[2J"}},
-            [],
-            "system_prompt = \N{REPLACEMENT CHARACTER}[2J: goes with prompt_column",
-        ),
+        ({"run": {"system_prompt": "\x1b[2J"}}, [], "system_prompt = \N{REPLACEMENT CHARACTER}[2J: goes with prompt_"),
         ({"bundle": "a" * 64}, ["--approve"], f"bundle = {'a' * 16}...: this checkout's is"),
         ({"run": {"rounds": 3}, "model": "b" * 64}, ["--approve"], "the coordinator's files have digest bbbbbbbb"),
         ({}, ["--delta", 2], "delta = 2.0"),
-        ({}, ["--budget-epsilon", "nan"], "budget_epsilon = nan"),
-        ({}, ["--data", "/none/records.csv", "--labels", "a,b", "--budget-epsilon", 4], "/none/records.csv"),
     ],
 )
 def test_init_writes_nothing_when_something_is_wrong(tmp_path, invite, asked, options, message):
-    done = deploy("init", tmp_path / "node", *heard(invite(**asked)), *options)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert message in kit("init", tmp_path / "node", *heard(invite(**asked)), *options, code=2)
     assert not list(tmp_path.iterdir())
 
 
-def test_all_that_the_client_app_is_told_is_the_socket_the_partition_and_the_name(make_node, table):
-    node = make_node("no de\"'=1", data=table, labels=LABELS, budget_epsilon=4, delta=1e-6)
+def test_all_that_the_client_app_is_told_is_the_socket_the_partition_and_the_name(make_node, own):
+    node = make_node("no de\"'=1", **own, delta=1e-6)
     node.node_config_file.write_text(tomli_w.dumps(node.node_config))
     read = parse_config_args([str(node.node_config_file)])
     assert read == node.node_config
     assert read == {"vault": str(node.folder / "vault.sock"), "partition-id": 1, "name": "clinic"}
 
 
-def test_no_setting_stands_in_two_files(make_node, table):
-    node = make_node(data=table, labels=LABELS, budget_epsilon=4)
+def test_no_setting_stands_in_two_files(make_node, own):
+    node = make_node(**own)
     connection, own = (tomllib.loads((node.folder / name).read_text()) for name in ("node.toml", "vault.toml"))
     assert set(connection) == {"version", "superlink", "port"}
     assert set(own) == {"version", "partition_id", "name", "data", "labels", "budget_epsilon"}
@@ -149,60 +133,56 @@ def test_an_invitation_says_what_is_planned_and_its_labels_are_the_nodes(tmp_pat
     run = {"rounds": 3, "target_epsilon": 2, "labels": list(LABELS), "secure_aggregation": True, "min_clients": 3}
     file = invite(run={**run, "out": "\x1b]0;title"})
     options = ["--data", table, "--text-column", "text", "--label-column", "label", "--budget-epsilon", 4]
-    done = deploy("init", tmp_path / "node", *heard(file), *options)
-    assert done.returncode == 0, done.stderr
-    assert "planned: target_epsilon = 2\n" in done.stdout
-    assert "\x1b" not in done.stdout
-    assert joining.read(joining.Invitation, file).fingerprint in done.stdout
-    assert "adds up under masks, but the budget counts uploads" in done.stdout
+    said = kit("init", tmp_path / "node", *heard(file), *options)
+    assert "planned: target_epsilon = 2\n" in said
+    assert "\x1b" not in said
+    assert joining.read(joining.Invitation, file).fingerprint in said
+    assert "adds up under masks, but the budget counts uploads" in said
     assert Node.read(tmp_path / "node").vault.labels == LABELS
     assert approvals.approved(tmp_path / "node" / "approved-fabs") == frozenset()
 
 
 def test_nothing_is_made_of_an_invitation_whose_fingerprint_was_not_compared(tmp_path, invite):
     for told in ([], ["--fingerprint", "ABCD-EFGH-IJKL-MNOP-QRST"]):
-        done = deploy("init", tmp_path / "node", "--invite", invite(), *told)
-        assert (done.returncode, "--fingerprint" in done.stderr) == (2, True)
+        assert "--fingerprint" in kit("init", tmp_path / "node", "--invite", invite(), *told, code=2)
     assert not list(tmp_path.iterdir())
 
 
+def asking_for(model: Path) -> dict[str, object]:
+    """What an invitation asks to approve: this model, and this checkout's bundle."""
+    return {"run": {"model": str(model)}, "model": model_digest(model), "bundle": approvals.bundle_digest(ROOT)}
+
+
 def test_a_model_that_changes_after_it_was_compared_is_not_approved(tmp_path, invite, tiny_bert, monkeypatch):
-    folder = shutil.copytree(tiny_bert, tmp_path / "model")
-    asked = {"run": {"model": str(folder)}, "model": model_digest(folder), "bundle": approvals.bundle_digest(ROOT)}
-    compared = admission.check_asked
+    folder = Path(shutil.copytree(tiny_bert, tmp_path / "model"))
+    asked, compared = asking_for(folder), admission.check_asked
     monkeypatch.setattr(
         admission, "check_asked", lambda asked: (compared(asked), (folder / "vocab.txt").write_text("other"))
     )
-    done = deploy("init", tmp_path / "node", *heard(invite(**asked)), "--approve")
-    assert (done.returncode, "has changed since it was compared" in done.stderr) == (2, True)
+    said = kit("init", tmp_path / "node", *heard(invite(**asked)), "--approve", code=2)
+    assert "has changed since it was compared" in said
     assert read_models(tmp_path / "node" / "approved-models.toml") == ()
 
 
 def test_what_is_asked_is_approved_only_as_this_machine_has_it(tmp_path, invite, tiny_bert):
-    asked = {
-        "run": {"model": str(tiny_bert)},
-        "model": model_digest(tiny_bert),
-        "bundle": approvals.bundle_digest(ROOT),
-    }
-    done = deploy("init", tmp_path / "node", *heard(invite(**asked)), "--approve")
-    assert done.returncode == 0, done.stderr
+    asked = asking_for(tiny_bert)
+    said = kit("init", tmp_path / "node", *heard(invite(**asked)), "--approve")
     node = Node.read(tmp_path / "node")
     assert approvals.approved(node.approved) == {asked["bundle"]}
     (model,) = read_models(node.vault.models)
     assert (model.name, model.digest) == (str(tiny_bert), asked["model"])
-    assert "next: fedpriv node doctor" in done.stdout
-    assert "next: fedpriv node approve" not in done.stdout
+    assert "next: fedpriv node doctor" in said
+    assert "next: fedpriv node approve" not in said
 
 
-def test_a_node_follows_the_coordinator_and_keeps_all_else(make_node, invite, table, tmp_path):
-    node = make_node(data=table, labels=LABELS, budget_epsilon=4)
+def test_a_node_follows_the_coordinator_and_keeps_all_else(make_node, invite, own, tmp_path):
+    node = make_node(**own)
     kept = {
         name: (node.folder / name).read_bytes() for name in ("vault.toml", "vault.key", "node.key", "ledger.sqlite")
     }
     certificates.make_ca(tmp_path, 30)
     new = (tmp_path / "ca.crt").read_text()
-    done = deploy("move", node.folder, *heard(invite(superlink="fl.example.org:443", ca=new)))
-    assert done.returncode == 0, done.stderr
+    kit("move", node.folder, *heard(invite(superlink="fl.example.org:443", ca=new)))
     moved = Node.read(node.folder)
     assert (moved.superlink, moved.port, moved.ca_certificate.read_text()) == ("fl.example.org:443", node.port, new)
     assert kept == {name: (node.folder / name).read_bytes() for name in kept}
@@ -210,13 +190,12 @@ def test_a_node_follows_the_coordinator_and_keeps_all_else(make_node, invite, ta
         ({"partition_id": 2}, "is another's, this node is partition 1"),
         ({"superlink": "h"}, "HOST:PORT"),
     ):
-        done = deploy("move", node.folder, *heard(invite(**wrong)))
-        assert (done.returncode, reason in done.stderr) == (2, True)
+        assert reason in kit("move", node.folder, *heard(invite(**wrong)), code=2)
     assert Node.read(node.folder) == moved
 
 
 def test_nodes_get_ports_of_their_own(make):
-    assert len({make(f"node {number}", port=None).node.port for number in range(5)}) == 5
+    assert len({make(f"node {number}", port=None).node.port for number in range(3)}) == 3
 
 
 @pytest.mark.slow
@@ -239,34 +218,22 @@ def test_checkout_that_cannot_be_bundled_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_digest_is_approved_once(make_node):
+def test_a_digest_is_approved_once_and_what_is_none_never(make_node):
     node, digest = make_node(), "a" * 64
+    for wrong in ("", "a" * 63, "A" * 64, "g" * 64):
+        with pytest.raises(InputError, match="64 lowercase hex digits"):
+            approvals.approve(node.approved, wrong)
+    for arguments in ([], [digest, "--this-checkout"]):
+        assert "either FAB_HASH or --this-checkout" in kit("approve", node.folder, *arguments, code=2)
+    assert approvals.approved(node.approved) == frozenset()
     assert approvals.approve(node.approved, digest)
     assert not approvals.approve(node.approved, digest)
     node.approved.write_text(node.approved.read_text().rstrip("\n"))
     assert approvals.approve(node.approved, "b" * 64)
     assert approvals.approved(node.approved) == {digest, "b" * 64}
-
-
-@pytest.mark.parametrize("digest", ["", "a" * 63, "A" * 64, "g" * 64])
-def test_what_is_no_digest_is_never_approved(make_node, digest):
-    node = make_node()
-    with pytest.raises(InputError, match="64 lowercase hex digits"):
-        approvals.approve(node.approved, digest)
-    assert approvals.approved(node.approved) == frozenset()
-
-
-def test_file_of_approvals_with_another_line_is_named(make_node):
-    node = make_node()
     node.approved.write_text("# mine\nanything\n")
     with pytest.raises(InputError, match="line 2 = 'anything'"):
         approvals.approved(node.approved)
-
-
-@pytest.mark.parametrize("arguments", [[], ["a" * 64, "--this-checkout"]])
-def test_approve_wants_one_of_two(make_node, arguments):
-    done = deploy("approve", make_node().folder, *arguments)
-    assert (done.returncode, "either FAB_HASH or --this-checkout" in done.stderr) == (2, True)
 
 
 def test_start_refuses_a_taken_port_and_an_open_key(make_node):
@@ -276,13 +243,6 @@ def test_start_refuses_a_taken_port_and_an_open_key(make_node):
     node.vault.key.chmod(0o644)
     with pytest.raises(InputError, match="chmod 600"):
         supernode.start(node, print)
-
-
-def test_only_approved_bundles_run(make_node):
-    node = make_node()
-    command = supernode.command(node, node.key)
-    assert "clients.deploy.approved_supernode" in command
-    assert str(node.approved) in command
 
 
 def test_settings_file_with_a_wrong_value_is_named(make_node):
@@ -301,7 +261,7 @@ PLAN = {"data": "on-nodes", "labels": ",".join(LABELS), "rounds": 20, "purpose":
 
 def test_what_is_planned_is_told_with_its_cost_kept_and_another_run_is_agreed_to_by_its_fingerprint(tmp_path, invite):
     invitation = invite(run=PLAN | {"target_epsilon": 2.0}, contact="Dr. Huber, +49 30 1234")
-    told = deploy("init", tmp_path / "node", *heard(invitation)).stdout
+    told = kit("init", tmp_path / "node", *heard(invitation))
     for line in (
         "contact: Dr. Huber, +49 30 1234",
         "purpose: triage, until 2999-06-30",
@@ -312,19 +272,19 @@ def test_what_is_planned_is_told_with_its_cost_kept_and_another_run_is_agreed_to
     vault = Node.read(tmp_path / "node").vault
     (agreed,) = agreed_runs(vault.agreed)
     assert (agreed["rounds"], agreed["target_epsilon"], agreed["purpose"]) == (20, 2.0, "triage")
-    assert "no such file; no run waits" in deploy("approve-run", tmp_path / "node").stderr
+    assert "no such file; no run waits" in kit("approve-run", tmp_path / "node", code=2)
     vault.waiting.write_text(json.dumps({**agreed, "rounds": 30}))
-    shown = deploy("approve-run", tmp_path / "node")
-    assert (shown.returncode, shown.stdout) == (2, "rounds = 30, agreed was 20\n")
-    own = shown.stderr.split()[-1]
-    assert f"run {own} is approved" in deploy("approve-run", tmp_path / "node", "--run", own).stdout
+    differing, own = kit("approve-run", tmp_path / "node", code=2).splitlines()
+    assert differing == "rounds = 30, agreed was 20"
+    own = own.split()[-1]
+    assert f"run {own} is approved" in kit("approve-run", tmp_path / "node", "--run", own)
     assert [run["rounds"] for run in agreed_runs(vault.agreed)] == [30, 20]
     assert not vault.waiting.exists()
     assert history.read(tmp_path / "node")[-1].file == "agreed-runs.toml"
 
 
 def test_an_invitation_without_a_target_says_what_its_noise_costs(tmp_path, invite):
-    told = deploy("init", tmp_path / "node", *heard(invite(run=PLAN | {"noise_multiplier": 8.0}))).stdout
+    told = kit("init", tmp_path / "node", *heard(invite(run=PLAN | {"noise_multiplier": 8.0})))
     assert re.search(r"^cost: epsilon \d+\.\d\d on the local view, at delta 1e-05$", told, re.M), told
     assert "contact: nobody is named" in told
 
@@ -336,13 +296,12 @@ def test_a_backup_of_a_node_in_use_is_a_node_whose_ledger_lacks_nothing(make_nod
     whole = reader.write_copy
 
     def charged_meanwhile(db, path):
-        charged(node, 2)
+        charge(node, 2)
         return whole(db, path)
 
-    charged(node, 1)
+    charge(node, 1)
     monkeypatch.setattr(reader, "write_copy", charged_meanwhile)
-    told = deploy("backup", node.folder, "--out", tmp_path / "copy").stdout
-    assert "keep it as closed as the node" in told
+    assert "keep it as closed as the node" in kit("backup", node.folder, "--out", tmp_path / "copy")
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700
     node.folder.rename(tmp_path / "lost")
     (tmp_path / "copy").rename(node.folder)
@@ -352,4 +311,4 @@ def test_a_backup_of_a_node_in_use_is_a_node_whose_ledger_lacks_nothing(make_nod
     assert restored["newest"].detail.startswith("2 charges, none is known that the ledger lacks")
     assert not Node.read(node.folder).vault.tokens.exists()
     assert node.flower_home.is_dir()
-    assert "lies in" in deploy("backup", node.folder, "--out", node.folder / "copy").stderr
+    assert "lies in" in kit("backup", node.folder, "--out", node.folder / "copy", code=2)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from fedpriv.errors import InputError
 from fedpriv.holder.vault.settings import approved_model, is_unchanged_model, read_models
-from simulations.sites import run_in_process
+from tests.clients.deploy.conftest import kit
 
 
 @pytest.fixture
@@ -82,7 +81,6 @@ def test_a_hub_name_without_the_hub_is_one_line(vault, monkeypatch):
 
 
 def test_the_command_says_digest_and_size(vault, model):
-    done = run_in_process(app, "fedpriv node", "approve-model", vault.folder, model)
-    assert done.returncode == 0, done.stderr
+    said = kit("approve-model", vault.folder, model)
     (known,) = read_models(vault.models)
-    assert f"{model} is approved: digest {known.digest}, " in done.stdout
+    assert f"{model} is approved: digest {known.digest}, " in said

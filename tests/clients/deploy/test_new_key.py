@@ -5,51 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from clients.deploy import doctor
-from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
-from fedpriv.holder.vault._charging import charge, registered_data_set
 from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.operate import joining
-from fedpriv.privacy.accounting.events import SubsampledGaussian
-from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger import keys
-from fedpriv.privacy.ledger.entries import Key
 from fedpriv.privacy.ledger.head_file import head_path
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.ledger.receipts import ReceiptLog, chains_of
-from simulations.sites import run_in_process
 from tests.cli.command_line import fedpriv
-
-
-def new_key(node: Node, *options: object, code: int = 0) -> str:
-    done = run_in_process(app, "fedpriv node", "new-key", node.folder, *options)
-    assert done.returncode == code, done.stderr
-    return done.stdout or done.stderr
-
-
-def charged(node: Node, round_: int) -> None:
-    """A charge of the node as its vault makes it, with its receipt."""
-    policy = Holder.of(node.vault).policy
-    event = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.1)
-    data_set = registered_data_set(policy, "1", None)
-    release = Release(event=event, rho_bar=1.0)
-    key = Key(run="run", client="1", round=round_, request=str(round_))
-    charge(policy, key, release, data_set, noise_source="secure")
-    with reading(node.vault.ledger) as db:
-        policy.watch.sign(chains_of(db)[0])
-
-
-class Backup:
-    """A copy of some files, once it is made."""
-
-    def make(self, *paths: Path) -> None:
-        self._contents = {path: path.read_bytes() for path in paths}
-
-    def put_back(self) -> None:
-        for path, content in self._contents.items():
-            path.write_bytes(content)
+from tests.clients.deploy.conftest import charge, check, kit
 
 
 def lost(node: Node) -> int | None:
@@ -60,9 +25,14 @@ def lost(node: Node) -> int | None:
 
 
 @pytest.fixture
-def backup() -> Backup:
-    """Of the node's ledger after the first of its two charges."""
-    return Backup()
+def backup() -> dict[Path, bytes]:
+    """{file: content} of the node's ledger after the first of its two charges."""
+    return {}
+
+
+def put_back(backup: dict[Path, bytes]) -> None:
+    for path, content in backup.items():
+        path.write_bytes(content)
 
 
 @pytest.fixture(params=["vault.key", "lost key", "counter file"])
@@ -70,9 +40,9 @@ def node(make_node, own, tmp_path, backup, request) -> Node:
     """A node with two charges."""
     options = {"counter_file": tmp_path / "counter"} if request.param == "counter file" else {}
     node = make_node(**own, **options)
-    charged(node, 1)
-    backup.make(node.vault.ledger, head_path(node.vault.ledger))
-    charged(node, 2)
+    charge(node, 1)
+    backup |= {path: path.read_bytes() for path in (node.vault.ledger, head_path(node.vault.ledger))}
+    charge(node, 2)
     if request.param == "lost key":
         node.vault.key.unlink()
     return node
@@ -80,8 +50,7 @@ def node(make_node, own, tmp_path, backup, request) -> Node:
 
 def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
     old = keys.read_public_line(keys.public_path(node.vault.key))
-    said = new_key(node)
-    assert f"send to the coordinator: {node.application}" in said
+    assert f"send to the coordinator: {node.application}" in kit("new-key", node.folder)
     applied = joining.read(joining.Application, node.application)
     applied.check(node.application)
     files = [keys.public_path(key) for key in (node.key, node.vault.key)]
@@ -92,17 +61,16 @@ def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
     )
     assert keys.read_lines(node.vault.earlier_keys) == (old,)
     assert lost(node) is None
-    charged(node, 3)
+    charge(node, 3)
     newest = [each.signer for each in ReceiptLog(node.vault.receipts).read()]
     assert newest == [old, old, keys.public_line(node.vault.key)]
-    backup.put_back()
+    put_back(backup)
     assert lost(node) == 3
     if node.vault.counter_file is None:
         signed = node.vault.receipts.read_text().splitlines()[:2]
         node.vault.receipts.write_text("\n".join(signed) + "\n")
         assert lost(node) == 2, "by a receipt under the old key alone"
-        recover = ("ledger", "recover", node.vault.ledger, "--from", node.vault.receipts, "--reason", "a backup")
-        fedpriv(*recover)
+        fedpriv("ledger", "recover", node.vault.ledger, "--from", node.vault.receipts, "--reason", "a backup")
         assert lost(node) is None
 
 
@@ -110,20 +78,21 @@ def test_a_restored_ledger_gets_no_new_key(node, backup, tmp_path):
     kept = tmp_path / "coordinator.receipts"
     shutil.copy(node.vault.receipts, kept)
     before = {path: path.read_bytes() for path in node.folder.glob("*.key*")}
-    backup.put_back()
-    assert "lacks charges that the node has signed; first run `fedpriv ledger recover`" in new_key(node, code=2)
+    put_back(backup)
+    said = kit("new-key", node.folder, code=2)
+    assert "lacks charges that the node has signed; first run `fedpriv ledger recover`" in said
     if node.vault.counter_file is None:
         node.vault.receipts.unlink()  # the whole folder was restored, and only others know
-        assert "lacks charges" in new_key(node, "--from", kept, code=2)
+        assert "lacks charges" in kit("new-key", node.folder, "--from", kept, code=2)
     assert {path: path.read_bytes() for path in node.folder.glob("*.key*")} == before
 
 
 def test_the_supernodes_key_is_exchanged_alone(node):
     if not node.vault.key.exists():
-        assert "run `new-key` without --node first" in new_key(node, "--node", code=2)
+        assert "run `new-key` without --node first" in kit("new-key", node.folder, "--node", code=2)
         return
     old, vault = keys.public_line(node.key), keys.public_line(node.vault.key)
-    new_key(node, "--node")
+    kit("new-key", node.folder, "--node")
     line = keys.public_line(node.key)
     assert line != old
     assert (keys.kind_of(line), node.key.stat().st_mode & 0o777) == (keys.NODE, 0o600)
@@ -138,8 +107,8 @@ def test_a_vault_that_still_runs_under_the_old_key_releases_nothing(node):
         pytest.skip("such a vault answers nothing at all")
     running = Holder.of(node.vault).policy.watch
     assert running.signer
-    new_key(node)
+    kit("new-key", node.folder)
     with reading(node.vault.ledger) as db, pytest.raises(Exception, match="was exchanged since the vault's start"):
         running.sign(chains_of(db)[0])
-    (newest,) = [check for check in doctor.checks(node) if check.name == "newest"]
+    newest = check(node, "newest")
     assert newest.ok, newest.detail

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 
 from clients.deploy import doctor
-from clients.deploy.__main__ import app
 from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
 from fedpriv.holder.vault import answer
@@ -28,9 +27,9 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.entries import CHARGED, Entry
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from fedpriv.privacy.mechanisms.sources import SeededSource
-from simulations.sites import run_in_process
 from tests.adversary.nodes import Answer, Question, ask, registering, restart, run_config, training
 from tests.cli.command_line import as_json, fedpriv
+from tests.clients.deploy.conftest import kit
 from tests.tiny import LABELS, WORDS
 from tests.vaults import write_records
 
@@ -57,11 +56,8 @@ class Site:
     def write(self, rows: Sequence[tuple[str, str]]) -> None:
         write_records(self.records, rows)
 
-    def kit(self, *arguments: object, code: int = 0) -> str:
-        command, *options = arguments
-        done = run_in_process(app, "fedpriv node", command, self.folder, *options)
-        assert done.returncode == code, done.stderr
-        return done.stdout + done.stderr
+    def kit(self, command: str, *options: object, code: int = 0) -> str:
+        return kit(command, self.folder, *options, code=code)
 
     def asked(self, question: Question, held: Holder | None = None) -> Answer:
         """The answer of a vault that has just been started, unless it runs already."""

@@ -10,12 +10,11 @@ import tomli_w
 import typer
 
 from clients.deploy import doctor
-from clients.deploy.__main__ import app
 from clients.deploy.folder import Node
 from fedpriv.errors import InputError
 from fedpriv.holder.vault.settings import approved_peers
 from fedpriv.privacy.ledger import keys
-from simulations.sites import run_in_process
+from tests.clients.deploy.conftest import kit
 
 
 @pytest.fixture
@@ -47,12 +46,10 @@ def roster(node: Node, **files: Path | str) -> Path:
     return path
 
 
-def approve(node: Node, file: Path, *told: Path, code: int = 0) -> str:
+def approve(node: Node, file: Path, *told: Path, options: tuple[str, ...] = (), code: int = 0) -> str:
     """What `approve-peers` says, with the fingerprints of these keys."""
     fingerprints = [f"--fingerprint={keys.fingerprint(keys.read_public_line(each)).lower()}" for each in told]
-    done = run_in_process(app, "fedpriv node", "approve-peers", node.folder, file, *fingerprints)
-    assert (done.returncode, done.stderr.count("\n")) == (code, 1 if code else 0), done.stderr
-    return done.stdout + done.stderr
+    return kit("approve-peers", node.folder, file, *fingerprints, *options, code=code)
 
 
 def test_keys_whose_fingerprints_were_told_are_what_the_vault_reads(node, key):
@@ -77,15 +74,15 @@ def test_a_key_that_the_coordinator_made_up_approves_nobody(node, key):
     assert approved_peers(node.vault.peers) == {}
 
 
-@pytest.mark.parametrize("answers", ["y\ny\n", "y\nn\n"])
-def test_on_a_terminal_each_key_is_asked_about(node, key, monkeypatch, answers):
+def test_on_a_terminal_each_key_is_asked_about(node, key, monkeypatch):
     file = roster(node, clara_2=key("clara"), bob_3=key("bob"))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    given = iter(answer == "y" for answer in answers.split())
-    monkeypatch.setattr(typer, "confirm", lambda question: next(given))
-    done = run_in_process(app, "fedpriv node", "approve-peers", node.folder, file)
-    assert done.returncode == (0 if "n" not in answers else 2)
-    assert set(approved_peers(node.vault.peers)) == ({2, 3} if "n" not in answers else set())
+    answers = iter([True, False, True, True])
+    monkeypatch.setattr(typer, "confirm", lambda question: next(answers))
+    approve(node, file, code=2)
+    assert approved_peers(node.vault.peers) == {}
+    approve(node, file)
+    assert set(approved_peers(node.vault.peers)) == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -129,10 +126,8 @@ def test_the_key_of_a_supernode_is_no_key_of_a_vault(node):
 def test_a_peer_that_exchanged_its_key_is_approved_again(node, key):
     approve(node, roster(node, clara_2=key("clara")), key("other").with_name("clara.pub"))
     new = key("new")
-    told = f"--fingerprint={keys.fingerprint(keys.read_public_line(new))}"
-    file = roster(node, clara_2=new)
-    done = run_in_process(app, "fedpriv node", "approve-peers", node.folder, file, told, "--replace")
-    assert "clara, partition 2, is approved" in done.stdout
+    said = approve(node, roster(node, clara_2=new), new, options=("--replace",))
+    assert "clara, partition 2, is approved" in said
     assert approved_peers(node.vault.peers) == {2: keys.read_public_line(new)}
 
 

@@ -12,7 +12,7 @@ import pytest
 from clients.deploy.folder import Made, Node
 from clients.deploy.supernode import units
 from fedpriv.errors import InputError
-from simulations.sites import run_in_process
+from tests.clients.deploy.conftest import kit
 
 
 @pytest.fixture
@@ -39,17 +39,12 @@ def test_the_vault_has_no_network_and_the_supernode_sees_neither_records_nor_led
     assert "User=daemon" not in vault
 
 
-def test_of_another_disk_the_vault_may_write_its_counter_file_alone(node: Node) -> None:
-    counted = replace(node, vault=replace(node.vault, counter_file=Path("/mnt/other/counter")))
-    writable = [line for line in units(counted)[0].text().splitlines() if line.startswith("ReadWritePaths")]
-    assert writable[1:] == ['ReadWritePaths="/mnt/other/counter"']
-    assert len(writable) == 2
-
-
-def test_a_ledger_elsewhere_is_in_a_folder_that_the_vault_may_write(node: Node) -> None:
-    elsewhere = replace(node, vault=replace(node.vault, ledger_file=Path("/mnt/shared/ledger.sqlite")))
-    vault, supernode = (unit.text().splitlines() for unit in units(elsewhere))
-    assert 'ReadWritePaths="/mnt/shared"' in vault
+def test_of_other_disks_the_vault_may_write_its_counter_file_and_the_folder_of_its_ledger(node: Node) -> None:
+    elsewhere = {"counter_file": Path("/mnt/other/counter"), "ledger_file": Path("/mnt/shared/ledger.sqlite")}
+    moved = units(replace(node, vault=replace(node.vault, **elsewhere)))
+    vault, supernode = (unit.text().splitlines() for unit in moved)
+    writable = [line for line in vault if line.startswith("ReadWritePaths")]
+    assert sorted(writable[1:]) == ['ReadWritePaths="/mnt/other/counter"', 'ReadWritePaths="/mnt/shared"']
     assert 'InaccessiblePaths="-/mnt/shared/ledger.sqlite"' in supernode
 
 
@@ -75,29 +70,26 @@ def test_systemd_finds_nothing_wrong_with_the_units(node: Node, tmp_path: Path) 
         assert done.returncode == 0, done.stdout[-300:]  # an exposure below 3.0 of 10
 
 
-def test_without_a_user_for_the_supernode_there_are_no_units(node: Node) -> None:
-    with pytest.raises(InputError, match="client_user = '': name a user"):
-        units(replace(node, vault=replace(node.vault, client_user="")))
-    with pytest.raises(InputError, match="must be neither root nor the owner"):
-        units(replace(node, vault=replace(node.vault, client_user="root")))
-
-
-def test_a_line_break_in_a_path_writes_no_directive(node: Node) -> None:
-    with pytest.raises(InputError, match="holds a control character"):
-        units(replace(node, vault=replace(node.vault, data=Path("/tmp/x\nUser=root"))))[1].text()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"client_user": ""}, "client_user = '': name a user"),
+        ({"client_user": "root"}, "must be neither root nor the owner"),
+        ({"client_user": "10002"}, r"client_user = '10002': systemd knows users, .* by name alone"),
+        ({"data": Path("/tmp/x\nUser=root")}, "holds a control character"),  # no directive of its own
+    ],
+)
+def test_without_a_user_and_paths_that_units_can_name_there_are_none(node: Node, changes, message) -> None:
+    with pytest.raises(InputError, match=message):
+        units(replace(node, vault=replace(node.vault, **changes)))[1].text()
 
 
 def test_units_are_written_once_or_not_at_all(node: Node, tmp_path: Path) -> None:
-    from clients.deploy.__main__ import app
-
     (tmp_path / "units").mkdir()
-    arguments = ["units", node.folder, "--out", tmp_path / "units"]
-    done = run_in_process(app, "clients.deploy", *arguments)
+    said = kit("units", node.folder, "--out", tmp_path / "units")
     names = sorted(path.name for path in (tmp_path / "units").iterdir())
     place = str(tmp_path).strip("/").replace("/", "-")
     assert names == [f"fedpriv-{each}-{place}-a--h--HOME-node.service" for each in ("supernode", "vault")]
-    assert f"systemctl enable --now fedpriv-vault-{place}-a--h--HOME-node" in done.stdout
-    again = run_in_process(app, "clients.deploy", *arguments)
-    assert again.returncode == 2
-    assert "exists; give another folder" in again.stderr
+    assert f"systemctl enable --now fedpriv-vault-{place}-a--h--HOME-node" in said
+    assert "exists; give another folder" in kit("units", node.folder, "--out", tmp_path / "units", code=2)
     assert sys.executable in (tmp_path / "units" / names[0]).read_text()
