@@ -1,6 +1,7 @@
 """A node charges its own ledger first, answers a repeated message with the same bytes, and retires itself."""
 
 import csv
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +24,12 @@ from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
+from fedpriv.privacy.ledger import head_file
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from tests.wire import arrays_of, asked, request_in, response_in
 
-pytestmark = pytest.mark.usefixtures("as_a_task")
+pytestmark = pytest.mark.usefixtures("as_a_task", "quick_nodes")
 
 
 class Node:
@@ -68,7 +70,8 @@ class Node:
 
 
 @pytest.fixture
-def node(small_run, tmp_path) -> Node:
+def node(small_run, tmp_path, monkeypatch) -> Node:
+    monkeypatch.setattr(head_file, "_LOCK_SECONDS", 0.1)
     return Node(small_run, tmp_path / "node.sqlite")
 
 
@@ -78,8 +81,7 @@ def uploaded(reply: Message) -> bytes:
 
 
 def test_a_message_replayed_ten_times_gets_ten_identical_replies_for_one_charge(node):
-    replies = [uploaded(node.ask(node.message())) for _ in range(10)]
-    assert len(set(replies)) == 1
+    assert len({uploaded(node.ask(node.message())) for _ in range(10)}) == 1
     assert node.num_charged == 1
 
 
@@ -135,7 +137,7 @@ def test_a_reply_that_is_no_longer_kept_is_refused_not_recomputed(node):
 def test_the_node_retires_by_itself_and_never_passes_its_budget(small_run, tmp_path):
     node = Node(small_run, tmp_path / "node.sqlite", **{node_keys.BUDGET_KEY: 2.0})
     codes = []
-    for round_ in range(1, 30):
+    for round_ in range(1, 20):
         reply = node.ask(node.message(round_, num_rounds=30))
         codes.append(reply.error.code if reply.has_error() else 0)
         assert node.epsilon <= 2.0
@@ -174,33 +176,29 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
     workbench_module.forget()
 
 
-def test_without_a_ledger_a_node_with_data_of_its_own_releases_nothing(small_run, tmp_path, monkeypatch):
+def test_only_a_node_that_trusts_the_runs_configuration_leaves_limits_and_account_to_the_server(small_run, tmp_path):
     node = Node(small_run, tmp_path / "node.sqlite")
     del node.context.node_config[node_keys.LEDGER_KEY]
-    policy = node_keys.holder_of(node.context).policy
-    assert policy.allow_unrecorded, "a node that trusts the run's configuration may leave the account to the server"
-    node.context.node_config[node_keys.TRUST_KEY] = False
-    assert not node_keys.holder_of(node.context).policy.allow_unrecorded
+    for trusts, limits in ((True, None), (False, NodeLimits())):
+        node.context.node_config[node_keys.TRUST_KEY] = trusts
+        policy = node_keys.holder_of(node.context).policy
+        assert (policy.allow_unrecorded, policy.limits) == (trusts, limits)
 
 
 @pytest.mark.parametrize("harm", ["locked", "damaged", "edited"])
 def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
     uploaded(node.ask(node.message(1)))
-    holder = None
-    if harm == "locked":
-        holder = Ledger(node.ledger)
-    elif harm == "damaged":
-        node.ledger.write_bytes(node.ledger.read_bytes()[:5000])
-    else:
-        content = node.ledger.read_bytes()
-        assert content.count(b"subsampled_gaussian") >= 1
+    content = node.ledger.read_bytes()
+    assert content.count(b"subsampled_gaussian") >= 1
+    if harm == "damaged":
+        node.ledger.write_bytes(content[:5000])
+    if harm == "edited":
         node.ledger.write_bytes(content.replace(b"subsampled_gaussian", b"subsampled_gaussiam"))
-    reply = node.ask(node.message(2))
+    with Ledger(node.ledger) if harm == "locked" else nullcontext():
+        reply = node.ask(node.message(2))
     assert reply.error.code == REFUSED
     assert reply.error.reason == "refused: this node's ledger cannot be used; its log says why"
     assert str(node.ledger) in caplog.text
-    if holder:
-        holder.close()
 
 
 def test_an_upload_that_cannot_be_stored_is_not_sent(node):
@@ -232,13 +230,6 @@ def test_a_coordinator_that_asks_for_less_privacy_is_refused_and_nothing_is_char
     reply = node.ask(node.message(**HOSTILE[case]))
     assert reply.error.code == REFUSED
     assert node.num_charged == 1
-
-
-def test_a_node_that_trusts_nobody_has_limits_without_a_policy_file(small_run, tmp_path):
-    node = Node(small_run, tmp_path / "node.sqlite")
-    assert node_keys.holder_of(node.context).policy.limits is None
-    node.context.node_config[node_keys.TRUST_KEY] = False
-    assert node_keys.holder_of(node.context).policy.limits == NodeLimits()
 
 
 @pytest.mark.parametrize("harm", ["shape", "extra layer", "missing"])

@@ -1,13 +1,45 @@
-"""A vault in a process of its own."""
+"""A vault in a process of its own, and another user's program beside it."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from fedpriv.holder.vault.settings import VaultSettings
 
 ROOT = Path(__file__).resolve().parents[3]
+
+NOBODY = 65534
+AS_NOBODY = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
+
+
+@cache
+def other_python() -> str | None:
+    """A Python that another user may run; None where this process cannot become another user."""
+    if os.geteuid():
+        return None
+    for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        try:
+            subprocess.run([python, "-c", "import socket"], user=NOBODY, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return python
+    return None
+
+
+@contextmanager
+def passable_folder() -> Iterator[Path]:
+    """A folder that every user may pass through, unlike those of pytest."""
+    path = Path(tempfile.mkdtemp(prefix="fedpriv-passable-"))
+    path.chmod(0o711)
+    yield path
+    shutil.rmtree(path)
 
 
 class Running:

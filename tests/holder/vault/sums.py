@@ -1,12 +1,13 @@
 """A coordinator that asks the vaults of this process for a sum, honestly or not."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedpriv.config import RunConfig, to_flower
+from fedpriv.config import ON_NODES, RunConfig, to_flower
 from fedpriv.holder.sums import Participant, Terms
 from fedpriv.holder.sums import server as sums
 from fedpriv.holder.vault.answer import answer
@@ -20,7 +21,52 @@ from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.entries import Entry
 from fedpriv.privacy.ledger.reader import reading
+from tests.tiny import LABELS, WORDS
+from tests.vaults import make_vault, write_records
 from tests.wire import arrays_of
+
+VALUES = {
+    **{"data": ON_NODES, "labels": ",".join(LABELS), "num_clients": 4, "layers": "last-1", "rank": 2, "rounds": 5},
+    **{"local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1, "batch_size": 6, "clip_norm": 1.0},
+    **{"noise_multiplier": 4.0, "max_length": 32, "secure_aggregation": True, "min_clients": 3, "comparison": False},
+}
+
+
+def make_vaults(
+    folder: Path,
+    model: Path,
+    sizes: Mapping[int, int],
+    *,
+    of_persons: bool = False,
+    own: Callable[[int], Mapping[str, object]] = lambda client: {},
+    **settings: object,
+) -> dict[int, VaultSettings]:
+    """{client: its vault} of vaults that have approved each other; a vault of persons has two records of each.
+
+    Args:
+        folder: of their folders.
+        model: that they have approved.
+        sizes: {client: N_k}.
+        of_persons: whether persons are protected.
+        own: settings of a client's vault alone.
+        settings: of all vaults.
+    """
+    vaults = {}
+    for client, size in sizes.items():
+        rows = [
+            (f"{WORDS[i % 13]} {WORDS[(i + client) % 7]} {LABELS[i % 3]}", LABELS[i % 3], f"P{i % size}")
+            for i in range(size * (1 + of_persons))
+        ]
+        data = write_records(folder / f"own-{client}.csv", [row if of_persons else row[:2] for row in rows])
+        values = {"partition_id": client, "budget_view": "aggregate", **settings, **own(client)}
+        values |= {"person_column": "patient"} if of_persons else {}
+        vaults[client] = make_vault(folder / f"node-{client}", data, model, num_records=size, **values)
+    for client, vault in vaults.items():
+        vault.peers.mkdir()
+        for peer, other in vaults.items():
+            if peer != client:
+                (vault.peers / f"{peer}.pub").write_text(keys.public_line(other.key))
+    return vaults
 
 
 @dataclass(frozen=True, eq=False)

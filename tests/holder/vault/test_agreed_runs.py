@@ -22,6 +22,8 @@ from tests.adversary.nodes import ask, make_node, num_charges, registering, run_
 from tests.tiny import LABELS, WORDS
 from tests.vaults import UNTIMED
 
+pytestmark = pytest.mark.usefixtures("quick_nodes")
+
 ROWS = [(f"{WORDS[i % 13]} {i}", LABELS[i % 3]) for i in range(40)]
 SUMS = {"secure_aggregation": True, "min_clients": 3, "sampling_probability": 1.0}
 

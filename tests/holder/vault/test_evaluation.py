@@ -26,6 +26,7 @@ from fedpriv.privacy.mechanisms.sources import SeededSource
 from server.exchange import message_to
 from simulations.engines.flower_private import task_identity
 from tests.holder.vault.running import Running
+from tests.marks import slow
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
 from tests.wire import response_in
@@ -114,7 +115,8 @@ def test_no_record_is_read_before_the_charge(make):
 
 
 @pytest.mark.parametrize(
-    "row", [("the skin", LABELS[1]), ("", LABELS[0]), ("\0\ud7ff é" * 900, LABELS[2]), ("of no class", "measles")]
+    "row",
+    [("the skin", LABELS[1]), ("of no class", "measles"), *slow(("", LABELS[0]), ("\0\ud7ff é" * 900, LABELS[2]))],
 )
 def test_a_record_more_moves_the_counts_by_at_most_one_and_nothing_else(make, same_noise, row):
     responses = [make(rows, name).ask() for rows, name in ((ROWS, "without"), ([row, *ROWS], "with"))]
@@ -150,8 +152,7 @@ def test_no_run_decides_which_records_are_set_aside(make, monkeypatch):
     node = make()
     aside = evaluated(node, monkeypatch)
     assert 0 < len(aside) < len(ROWS)
-    for seed in range(1, 4):
-        assert evaluated(node, monkeypatch, seed=seed) == aside
+    assert evaluated(node, monkeypatch, seed=1) == aside
     smaller, larger = (evaluated(node, monkeypatch, test_fraction=share) for share in (0.05, 0.6))
     assert smaller <= aside <= larger, "a record changes sides"
     workbench.forget()
@@ -159,24 +160,17 @@ def test_no_run_decides_which_records_are_set_aside(make, monkeypatch):
     assert evaluated(make(name="other"), monkeypatch) != aside, "another ledger has another secret"
 
 
-@pytest.mark.parametrize("z", [1000.0, 1000.1])
-def test_an_evaluation_costs_something(make, z):
+def test_an_evaluation_costs_something_and_releases_are_counted_whatever_they_cost(make):
     """Above a bound noise costs nothing that a ledger would notice, and time all the same."""
-    node = make()
-    refused = bool(node.ask(noise_multiplier=z).code)
-    assert refused == (z > 1000)
-    assert node.phases.count("charged") == (not refused)
-    with Ledger(node.settings.ledger) as ledger:
-        cost = epsilon_of([release.event for release in ledger.releases(ledger.data_set().id)], 1e-5).epsilon
-    assert refused or cost > 1e-3
-
-
-def test_releases_are_counted_whatever_they_cost(make):
     node = make(policy="max_releases = 2\n")
+    assert node.ask(noise_multiplier=1000.1).code == REFUSED
     codes = [node.ask(round_=round_, noise_multiplier=1000.0).code for round_ in (1, 2, 3, 2, 4)]
     assert codes == [0, 0, RETIRED, 0, RETIRED], "a stored answer is sent again"
     assert "max_releases = 2" in node.ask(round_=5).reason
     assert node.phases.count("charged") == 2
+    with Ledger(node.settings.ledger) as ledger:
+        (both,) = ledger.releases(ledger.data_set().id)
+    assert epsilon_of([both.event.with_count(1)], 1e-5).epsilon > 1e-3
 
 
 @pytest.mark.parametrize("harm", ["no file", "no records", "a record kills every pass"])
@@ -198,18 +192,40 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
     assert node.phases[-2:] == ["charged", "released"]
 
 
-def test_a_model_that_fails_on_synthetic_records_is_found_before_the_charge(make, monkeypatch):
-    node = make()
-    monkeypatch.setattr(TrainingModel, "predictions", lambda *_, **__: 1 / 0)
-    assert node.ask().code == FAILED
-    assert "charged" not in node.phases
+MALFORMED = {
+    "fields": [{"extra": 1}, {"noise_multiplier": "4"}],
+    "arrays": [
+        {},
+        {"adapter": {"unknown": np.zeros(3, np.float32)}},
+        {"adapter": {}, "signs": {"signs": np.zeros(3, np.uint8)}},
+    ],
+}
 
 
-@pytest.mark.parametrize("noise", [1.1e6, 1.7e308])
-def test_noise_that_would_overflow_is_refused_before_the_charge(make, noise):
+def test_what_the_policy_does_not_allow_or_is_malformed_is_refused_and_costs_nothing(make, monkeypatch):
     node = make()
-    assert node.ask(noise_multiplier=noise).code == REFUSED
-    assert "charged" not in node.phases
+    for fields, reason in (
+        ({"noise_multiplier": 0.0}, "must be > 0 and at most 1e+06"),
+        ({"noise_multiplier": float("nan")}, "must be > 0 and at most 1e+06"),
+        ({"noise_multiplier": 0.2}, "below this node's minimum 0.3"),
+        ({"noise_multiplier": 1.1e6}, ""),  # it would overflow
+        ({"noise_multiplier": 1.7e308}, ""),
+        ({"round": 0}, "round = 0: must be >= 1"),
+    ):
+        response = node.ask(**fields)
+        assert (response.code, reason in response.reason) == (REFUSED, True), response.reason
+    name, tensor = next(iter(node.initial.items()))
+    whole = {key: value.numpy() for key, value in node.initial.items()}
+    shapes = tensor[:-1].numpy(), np.full(tensor.shape, np.inf, np.float32), np.full(tensor.shape, 1e5, np.float32)
+    adapters = [{kinds.ADAPTER: whole | {name: array}} for array in shapes]
+    for changes in (*MALFORMED["fields"], *({"arrays": each} for each in (*MALFORMED["arrays"], *adapters))):
+        assert node.ask(**changes).code, changes
+    seeded = replace(node.request(), run_config=dict(node.run_config) | {"simulate": True})
+    assert "seeded" in answer(seeded, node.holder).reason
+    with monkeypatch.context() as patch:  # a model that fails on synthetic records
+        patch.setattr(TrainingModel, "predictions", lambda *_, **__: 1 / 0)
+        assert node.ask().code == FAILED
+    assert node.phases == ["registered"]
 
 
 def test_a_charge_without_a_stored_answer_is_answered_by_noise_alone(make, same_noise, monkeypatch):
@@ -237,69 +253,12 @@ def test_the_budget_of_the_node_counts_evaluations(make):
         assert sum(release.event.count for release in ledger.releases(ledger.data_set().id)) == 4
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"noise_multiplier": 0.0}, "must be > 0 and at most 1e+06"),
-        ({"noise_multiplier": float("nan")}, "must be > 0 and at most 1e+06"),
-        ({"noise_multiplier": 0.2}, "below this node's minimum 0.3"),
-        ({"round": 0}, "round = 0: must be >= 1"),
-    ],
-)
-def test_what_the_policy_does_not_allow_is_refused_and_costs_nothing(make, fields, reason):
-    node = make()
-    response = node.ask(**fields)
-    assert response.code == REFUSED
-    assert reason in response.reason
-    assert node.phases == ["registered"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"extra": 1},
-        {"noise_multiplier": "4"},
-        {"arrays": {}},
-        {"arrays": {"adapter": {"unknown": np.zeros(3, np.float32)}}},
-        {"arrays": {"adapter": {}, "signs": {"signs": np.zeros(3, np.uint8)}}},
-    ],
-)
-def test_a_malformed_request_costs_nothing(make, change):
-    node = make()
-    assert node.ask(**change).code
-    assert node.phases == ["registered"]
-
-
-def test_an_adapter_of_another_shape_or_with_infinities_is_refused_before_the_charge(make):
-    node = make()
-    name, tensor = next(iter(node.initial.items()))
-    whole = {key: value.numpy() for key, value in node.initial.items()}
-    for array in (
-        tensor[:-1].numpy(),
-        np.full(tensor.shape, np.inf, np.float32),
-        np.full(tensor.shape, 1e5, np.float32),
-    ):
-        assert node.ask(arrays={kinds.ADAPTER: whole | {name: array}}).code
-    assert node.phases == ["registered"]
-
-
-def test_seeded_noise_is_refused(make):
-    node = make()
-    node.run_config = dict(node.run_config) | {"simulate": True}
-    response = node.ask()
-    assert response.code == REFUSED
-    assert "seeded" in response.reason
-
-
-def test_no_training_request_shares_the_key_of_an_evaluation(make):
-    asked = make().request()
-    assert Request.of(TRAIN, fields=asked.fields, arrays=asked.arrays).digest != asked.digest
-
-
 def test_no_train_request_asks_for_counts_under_another_clip_norm(make):
     """Counts move by 1 whatever clip norm is stated, and the noise on them would be as small as that."""
     node = make()
     spec = replace(UpdateSpec.counts(Z), clip_norm=1e-3)
+    asked = node.request()
+    assert Request.of(TRAIN, fields=asked.fields, arrays=asked.arrays).digest != asked.digest, "two keys"
     for asked in (spec, UpdateSpec.counts(Z)):
         fields = kinds.pack_instruction("run", 1, asked)
         request = Request.of(TRAIN, node.run_config, fields=fields, arrays=node.request().arrays)

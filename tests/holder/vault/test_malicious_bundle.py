@@ -5,12 +5,9 @@ deployment; otherwise as the vault's own, where the system protects no file, and
 """
 
 import json
-import os
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,20 +19,12 @@ import pytest
 from fedpriv.config import parse, to_flower
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import (
-    PREFIX_BYTES,
-    REGISTER,
-    TRAIN,
-    FrameError,
-    Request,
-    Response,
-    ask,
-    frame_length,
-)
+from fedpriv.holder.wire.frame import PREFIX_BYTES, REGISTER, TRAIN, FrameError, Request, Response, ask, frame_length
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
-from tests.holder.vault.running import Running
+from tests.holder.vault.running import AS_NOBODY, NOBODY, Running, other_python, passable_folder
+from tests.marks import slow
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
 
@@ -81,21 +70,6 @@ with open(answers, "wb") as out:
 print("user", os.getuid())
 """
 
-NOBODY = 65534
-
-
-def other_python() -> str | None:
-    """A Python that another user may run."""
-    if os.geteuid():
-        return None
-    for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
-        try:
-            subprocess.run([python, "-c", "import socket"], user=NOBODY, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        return python
-    return None
-
 
 @pytest.fixture(scope="module")
 def python() -> str | None:
@@ -104,11 +78,8 @@ def python() -> str | None:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """A folder that every user may pass through, unlike those of pytest."""
-    path = Path(tempfile.mkdtemp(prefix="fedpriv-bundle-"))
-    path.chmod(0o711)
-    yield path
-    shutil.rmtree(path)
+    with passable_folder() as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
@@ -158,16 +129,9 @@ def generated(honest: list[Request], number: int, seed: int) -> bytes:
     if arrays and coins.random() < 0.3:
         part = arrays[kinds.ADAPTER]
         name = coins.choice(list(part))
-        part[name] = coins.choice(
-            [
-                part[name].T,
-                part[name].astype(np.float64),
-                part[name] * 1e38,
-                part[name] * np.nan,
-                np.zeros(0),
-                np.int8(1),
-            ]
-        )
+        array = part[name]
+        odd = [array.T, array.astype(np.float64), array * 1e38, array * np.nan, np.zeros(0), np.int8(1)]
+        part[name] = coins.choice(odd)
         if coins.random() < 0.3:
             arrays[coins.choice(["merged", "signs", "x"])] = part
     kind = request.kind if coins.random() < 0.95 else str(coins.choice(ODD))
@@ -202,15 +166,10 @@ def attack(
     sent.chmod(0o644)
     answers.write_bytes(b"")
     answers.chmod(0o666)
-    files = secrets(settings)
-    done = subprocess.run(
-        [python or sys.executable, "-c", ATTACK, *map(str, (settings.socket, sent, answers, *files))],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd="/",
-        **({"user": NOBODY, "group": NOBODY, "extra_groups": []} if python else {}),
-    )
+    arguments = map(str, (settings.socket, sent, answers, *secrets(settings)))
+    user = AS_NOBODY if python else {}
+    command = [python or sys.executable, "-c", ATTACK, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, **user)
     content, responses = answers.read_bytes(), []
     while content:
         length = int.from_bytes(content[:4], "big")
@@ -237,7 +196,7 @@ def check_paid(settings: VaultSettings, responses: list[Response]) -> int:
     return len(uploads)
 
 
-@pytest.mark.parametrize("number", [80, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [40, *slow(10_000)])
 def test_whatever_frames_it_sends_nothing_unpaid_comes_back(folder, settings, vault, honest, python, number):
     frames = [frame for index in range(number) if is_whole(frame := generated(honest, index, seed=number))]
     assert len(frames) > 0.8 * number
@@ -254,7 +213,7 @@ def test_whatever_frames_it_sends_nothing_unpaid_comes_back(folder, settings, va
         pytest.skip("one user: the answers were looked at, whether it can open the files was not")
 
 
-@pytest.mark.parametrize("num", [70, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [70, *slow(200)])
 def test_many_at_once_are_all_answered(settings, vault, honest, num):
     with ThreadPoolExecutor(num) as pool:
         responses = list(pool.map(lambda index: ask(settings.socket, honest[index % 2]), range(num)))

@@ -1,7 +1,5 @@
 """A node of persons: its operator decides the unit, it registers persons, and every release's event is a person's."""
 
-import csv
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
 from fedpriv.privacy.ledger.reader import reading
 from tests.tiny import LABELS, WORDS
-from tests.vaults import make_vault
+from tests.vaults import make_vault, write_records
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
@@ -25,11 +23,8 @@ OF_PERSONS = {"person_column": "patient", "max_records_per_person": 4}
 
 @pytest.fixture
 def data(tmp_path):
-    path = tmp_path / "own.csv"
-    with path.open("w", newline="") as file:
-        rows = [(f"{WORDS[i % 13]} {i}", LABELS[i % 3], f"P{i * i % P_K}") for i in range(40)]
-        csv.writer(file).writerows([("note", "department", "patient"), *rows])
-    return path
+    rows = [(f"{WORDS[i % 13]} {i}", LABELS[i % 3], f"P{i * i % P_K}") for i in range(40)]
+    return write_records(tmp_path / "own.csv", rows)
 
 
 @pytest.fixture
@@ -77,42 +72,27 @@ def test_updates_and_evaluations_cost_a_persons_event_over_the_registered_person
     assert sorted(event.sampling_probability for event in events) == [6 / P_K, 1.0]
 
 
-@pytest.mark.parametrize("kind", [REGISTER, TRAIN, EVALUATE])
-def test_a_run_of_records_gets_nothing_from_a_node_of_persons(holder, tiny_bert, kind):
-    own, records = holder(**OF_PERSONS), {"unit": "record", "evaluation_noise_multiplier": 4.0}
-    config = run_config(tiny_bert, **records)
-    request = Request.of(kind=kind, run_config=config, fields={}, arrays={})
-    response = answer(request, own)
-    assert response.code == REFUSED
-    assert response.reason == "refused: unit = record: this node's operator decided that the unit is the person"
-
-
-def test_a_run_of_persons_gets_nothing_from_a_node_of_records(holder, tiny_bert):
+def test_neither_unit_gets_anything_from_a_node_of_the_other(holder, tiny_bert):
+    config = run_config(tiny_bert, unit="record", evaluation_noise_multiplier=4.0)
+    own = holder(**OF_PERSONS)
+    for kind in (REGISTER, TRAIN, EVALUATE):
+        response = answer(Request.of(kind=kind, run_config=config, fields={}, arrays={}), own)
+        assert response.code == REFUSED
+        assert response.reason == "refused: unit = record: this node's operator decided that the unit is the person"
     response = asked(holder(), run_config(tiny_bert), REGISTER)
     assert (response.code, "the unit is the record" in response.reason) == (REFUSED, True)
 
 
-@pytest.mark.parametrize(
-    ("most", "message"),
-    [
-        (0, "max_records_per_person = 0: does not suit this node, whose unit is the person"),
-        (4, "max_records_per_person = 4: must lie in 1..3"),
-        (-1, "max_records_per_person = -1: must lie in 1..3"),
-    ],
-)
-@pytest.mark.parametrize("kind", [TRAIN, EVALUATE])
-def test_an_instruction_of_another_unit_than_its_run_is_refused(holder, tiny_bert, kind, most, message):
-    config = run_config(tiny_bert, evaluation_noise_multiplier=4.0)
-    response = asked(holder(**OF_PERSONS), config, kind, max_records_per_person=most)
-    assert (response.code, message in response.reason) == (REFUSED, True), response.reason
-
-
-@pytest.mark.parametrize("fields", [{"noise_on": "upload"}, {"clipping": "batch"}])
-def test_what_protects_no_person_is_refused(holder, tiny_bert, fields):
-    response = asked(holder(**OF_PERSONS), run_config(tiny_bert), TRAIN, **fields)
-    assert (response.code, "protect no person" in response.reason) == (REFUSED, True), response.reason
-
-
-def test_more_of_a_person_than_the_operator_keeps_is_refused(holder, tiny_bert):
-    response = asked(holder(**OF_PERSONS), run_config(tiny_bert, max_records_per_person=5), REGISTER)
-    assert (response.code, "this node keeps at most 4 of a person" in response.reason) == (REFUSED, True)
+def test_an_instruction_that_protects_no_person_or_asks_for_more_of_one_is_refused(holder, tiny_bert):
+    own, config = holder(**OF_PERSONS), run_config(tiny_bert, evaluation_noise_multiplier=4.0)
+    responses = [(asked(own, run_config(tiny_bert, max_records_per_person=5), REGISTER), "keeps at most 4 of a person")]
+    for fields in ({"noise_on": "upload"}, {"clipping": "batch"}):
+        responses.append((asked(own, config, TRAIN, **fields), "protect no person"))
+    for kind in (TRAIN, EVALUATE):
+        for most, message in ((0, "does not suit this node, whose"), (4, "must lie in 1..3"), (-1, "must lie in 1..3")):
+            response = asked(own, config, kind, max_records_per_person=most)
+            responses.append((response, f"max_records_per_person = {most}: {message}"))
+    for response, message in responses:
+        assert (response.code, message in response.reason) == (REFUSED, True), response.reason
+    with reading(own.policy.ledger) as db:
+        assert not [entry for entry in db.entries() if entry.phase == "charged"]

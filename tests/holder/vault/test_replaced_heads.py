@@ -20,6 +20,7 @@ from tests.architectures import random_model
 from tests.marks import slow
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
+from tests.wire import arrays_of
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
@@ -52,15 +53,9 @@ def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):
     moved = {name: tensor + 0.05 for name, tensor in bench.initial.items()}
     for phase, round_ in ROUNDS.items():
         assert schedule.phase(round_).name == phase
-        response = answer(
-            Request.of(
-                kind=TRAIN,
-                run_config=run_config,
-                fields=kinds.pack_instruction("run", round_, schedule.spec(round_)),
-                arrays={kinds.ADAPTER: {name: tensor.numpy() for name, tensor in moved.items()}},
-            ),
-            holder,
-        )
+        fields = kinds.pack_instruction("run", round_, schedule.spec(round_))
+        asked = {"run_config": run_config, "fields": fields, "arrays": {kinds.ADAPTER: arrays_of(moved)}}
+        response = answer(Request.of(kind=TRAIN, **asked), holder)
         assert not response.code, response.reason
         named = response.arrays[kinds.ADAPTER]
         uploads[phase] = {name: torch.from_numpy(array.copy()) - moved[name] for name, array in named.items()}

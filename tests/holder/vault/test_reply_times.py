@@ -26,7 +26,10 @@ from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.privacy.ledger.ledger import Ledger
 from tests.adversary.nodes import make_node, num_charges, run_config, training, write_rows
 from tests.holder.vault.running import ROOT
+from tests.marks import slow
 from tests.tiny import LABELS, WORDS
+
+pytestmark = pytest.mark.usefixtures("quick_nodes")
 
 N_K = 24
 # The longest, one for each length, and the shortest.
@@ -51,13 +54,9 @@ def test_all_are_drawn_where_everyone_is():
     assert most_drawn(47, 1.0, 30.0) == 47
 
 
-def test_what_rare_draws_may_cost_is_taken_off_delta():
+def test_all_bounds_together_are_paid_for_whatever_their_number_and_taken_off_delta():
     data_set = DataSet(id="d", client="0", num_records=9, delta=1e-5)
     assert data_set.delta_for_releases + data_set.delta_of_clocks == pytest.approx(1e-5, rel=1e-12)
-
-
-def test_all_bounds_together_are_paid_for_whatever_their_number():
-    data_set = DataSet(id="d", client="0", num_records=9, delta=1e-5)
     each = [math.exp(-log_odds(number, data_set)) for number in range(1, 20_000)]
     assert 0.999 < 2 * sum(each) / data_set.delta_of_clocks < 1, "of charges, and the same of fractions"
 
@@ -66,13 +65,16 @@ def test_a_ledger_that_has_grown_is_given_time(node, start, monkeypatch):
     own = node()
     _, before = (work(own, everyone(start, round_))[0] for round_ in (1, 2))
     honest = Ledger.__init__
-    slow = max(0.4, before / 8)  # by more than a step of the grid of times
-    monkeypatch.setattr(Ledger, "__init__", lambda *a, **k: (time.sleep(slow), honest(*a, **k))[1])
+    later = max(0.1, before / 8)  # by more than a step of the grid of times
+    monkeypatch.setattr(Ledger, "__init__", lambda *a, **k: (time.sleep(later), honest(*a, **k))[1])
     timed_again = WeakKeyDictionary()  # as if there were twice as many charges
     monkeypatch.setattr(_reply_times, "_opening", timed_again, raising=False)
     seconds, taken = work(own, everyone(start, 3))
     assert before < seconds
     assert taken < seconds
+
+
+ALSO = [pytest.param(*each, marks=pytest.mark.slow) for each in (("none", 1), ("all lengths", 1), ("long", 2))]
 
 
 @pytest.fixture
@@ -82,15 +84,8 @@ def node(tiny_bert, tmp_path, monkeypatch):
     monkeypatch.setattr(_reply_times, "_CHARGES_OF_AN_OPENING", 10**12)
 
     def build(table: str = "long", **settings: object):
-        folder = tmp_path / table
-        return make_node(
-            folder,
-            TABLES[table],
-            num_registered=N_K,
-            models={"tiny": tiny_bert},
-            budget_epsilon=1e6,
-            settings=settings,
-        )
+        own = {"num_registered": N_K, "models": {"tiny": tiny_bert}, "budget_epsilon": 1e6, "settings": settings}
+        return make_node(tmp_path / table, TABLES[table], **own)
 
     yield build
     workbench.forget()
@@ -121,8 +116,10 @@ def work(node, request: Request) -> tuple[float, float]:
     return seconds, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_a_reply_has_time_for_the_largest_draw_of_any_records(node, start, table):
+@pytest.mark.parametrize(("table", "cores"), [("long", 1), ("all lengths", 2), *ALSO])
+def test_a_reply_has_time_for_the_largest_draw_of_any_records(node, start, monkeypatch, table, cores):
+    """Whether one process takes them, or workers that are forked share them."""
+    monkeypatch.setattr(workbench, "num_cores", lambda: cores)
     own = node(table)
     first, again, later = (work(own, everyone(start, round_)) for round_ in (1, 2, 3))
     for seconds, taken in (first, again, later):
@@ -175,7 +172,7 @@ def test_what_becomes_of_records_neither_changes_the_next_time_nor_its_work(node
     assert not read, "this time does not allow for it"
 
 
-@pytest.mark.parametrize("num_records", [N_K, N_K + 1])
+@pytest.mark.parametrize("num_records", [N_K + 1, *slow(N_K)])
 def test_a_neighbour_with_one_record_more_has_its_features_kept_too(node, start, monkeypatch, num_records):
     calls = []
     honest = TrainingModel._head_inputs
@@ -188,7 +185,7 @@ def test_a_neighbour_with_one_record_more_has_its_features_kept_too(node, start,
     assert not calls
 
 
-@pytest.mark.parametrize("newcomer", [0, 1000])
+@pytest.mark.parametrize("newcomer", [1000, *slow(0)])
 def test_a_person_with_a_thousand_records_has_the_time_and_the_room_of_a_person(node, start, monkeypatch, newcomer):
     calls = []
     honest = TrainingModel._head_inputs
@@ -210,17 +207,15 @@ def test_a_person_with_a_thousand_records_has_the_time_and_the_room_of_a_person(
     assert not calls, "the features of all that is kept of all persons have room"
 
 
-def test_the_operator_may_set_the_time(node, start):
-    assert work(node(reply_seconds=0.7), everyone(start))[0] == 0.7
-
-
-def test_a_larger_table_has_more_time(node, start):
+def test_a_larger_table_has_more_time_and_the_operator_may_set_it(node, start):
     own = node()
     work(own, everyone(start))
     ordinary = work(own, everyone(start, 2))[0]
-    with (own.folder / "vault.toml").open("a") as file:
-        file.write("max_records = 600\n")
+    settings = (own.folder / "vault.toml").read_text()
+    (own.folder / "vault.toml").write_text(f"{settings}max_records = 600\n")
     assert work(own, everyone(start, 3))[0] > 2 * ordinary
+    (own.folder / "vault.toml").write_text(f"{settings}reply_seconds = 0.7\n")
+    assert work(own, everyone(start, 4))[0] == 0.7
 
 
 def test_a_reply_that_would_come_after_the_round_is_refused_before_it_is_charged(node, start):

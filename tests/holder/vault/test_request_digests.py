@@ -35,8 +35,7 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("round_", BEFORE)
-def test_a_request_has_the_digest_that_it_had_before(tiny_bert, tmp_path, monkeypatch, round_):
+def test_requests_have_the_digests_that_they_had_before(tiny_bert, tmp_path, monkeypatch):
     workbench.forget()
     monkeypatch.chdir(tmp_path)
     Path("tiny").symlink_to(tiny_bert)
@@ -45,18 +44,14 @@ def test_a_request_has_the_digest_that_it_had_before(tiny_bert, tmp_path, monkey
     holder = Holder.of(settings)
     run_config = to_flower(parse(RUN))
     config = run_of(run_config, holder)
-    is_last = round_ > config.rounds
-    spec = EvaluationSpec(noise_multiplier=2.0) if is_last else RunSchedule.of(config).spec(round_)
     zeros = {name: np.zeros(tensor.shape, np.float32) for name, tensor in bench_of(config, holder).initial.items()}
-    response = answer(
-        Request.of(
-            kind=EVALUATE if is_last else TRAIN,
-            run_config=run_config,
-            fields=kinds.pack_instruction("run", round_, spec),
-            arrays={kinds.ADAPTER: zeros},
-        ),
-        holder,
-    )
-    assert not response.code, response.reason
+    for round_ in BEFORE:
+        is_last = round_ > config.rounds
+        spec = EvaluationSpec(noise_multiplier=2.0) if is_last else RunSchedule.of(config).spec(round_)
+        fields = kinds.pack_instruction("run", round_, spec)
+        asked = {"run_config": run_config, "fields": fields, "arrays": {kinds.ADAPTER: zeros}}
+        response = answer(Request.of(kind=EVALUATE if is_last else TRAIN, **asked), holder)
+        assert not response.code, response.reason
     with reading(settings.ledger) as db:
-        assert [entry.request for entry in db.entries() if entry.request] == [BEFORE[round_]] * 2
+        requests = [entry.request for entry in db.entries() if entry.request]
+    assert requests == [digest for digest in BEFORE.values() for _ in ("charged", "released")]

@@ -3,10 +3,7 @@
 import base64
 import json
 import os
-import pwd
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,7 +14,7 @@ import pytest
 
 from clients.deploy import separate_users
 from clients.deploy.folder import Node
-from fedpriv.config import ON_NODES, parse
+from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.holder.sums import Session, Terms
 from fedpriv.holder.sums import server as sums
@@ -31,12 +28,9 @@ from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.receipts import Receipt
 from server.registration import read_registration
 from simulations.engines.flower_private import task_identity
-from tests.holder.vault.sums import Coordinator, text
-from tests.holder.vault.test_malicious_bundle import other_python
-from tests.holder.vault.test_summed import VALUES
+from tests.holder.vault.running import AS_NOBODY, other_python, passable_folder
+from tests.holder.vault.sums import VALUES, Coordinator, make_vaults, text
 from tests.server.test_registration import reply_with
-from tests.tiny import LABELS, WORDS
-from tests.vaults import make_vault, write_records
 
 VICTIM = 1
 
@@ -56,21 +50,10 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def site(tiny_bert, table) -> Iterator[Coordinator]:
     """Three vaults that have approved each other, in a folder that every user may pass through."""
-    folder = Path(tempfile.mkdtemp(prefix="fedpriv-thief-"))
-    folder.chmod(0o711)
-    vaults = {}
-    for client in range(3):
-        rows = [(f"{WORDS[i % 13]} {WORDS[(i + client) % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(30)]
-        data = write_records(folder / f"own-{client}.csv", rows)
-        own = {"partition_id": client, "budget_view": "aggregate", "client_user": "nobody"}
-        vaults[client] = make_vault(folder / f"node-{client}", data, tiny_bert, **own)
-    for client, vault in vaults.items():
-        vault.peers.mkdir()
-        for peer, other in vaults.items():
-            if peer != client:
-                (vault.peers / f"{peer}.pub").write_text(keys.public_line(other.key))
-    yield Coordinator(parse({**VALUES, "data": ON_NODES, "model": str(tiny_bert), "test_data": str(table)}), vaults)
-    shutil.rmtree(folder)
+    config = parse({**VALUES, "model": str(tiny_bert), "test_data": str(table)})
+    with passable_folder() as folder:
+        vaults = make_vaults(folder, tiny_bert, dict.fromkeys(range(3), 30), client_user="nobody")
+        yield Coordinator(config, vaults)
 
 
 def loot_of(vault: VaultSettings, folder: Path) -> dict[str, Path]:
@@ -86,9 +69,7 @@ def loot_of(vault: VaultSettings, folder: Path) -> dict[str, Path]:
             patch.setattr(separate_users, "_probe", lambda *_: None)
             separate_users.prepared(node, os.environ)
         files = [str(path) for path in vault.folder.rglob("*") if path.is_file()]
-        nobody = pwd.getpwnam("nobody")
-        user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-        done = subprocess.run([python, "-c", READ, *files], capture_output=True, text=True, check=True, cwd="/", **user)
+        done = subprocess.run([python, "-c", READ, *files], capture_output=True, text=True, check=True, **AS_NOBODY)
         found = json.loads(done.stdout)
         assert any(path.endswith("flower/node.key") for path in found), "what the SuperNode authenticates with"
         contents = [base64.b64decode(content) for content in found.values()]
