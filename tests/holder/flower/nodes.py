@@ -68,10 +68,19 @@ class Node:
     @property
     def num_charges(self) -> int:
         """How many releases the ledger was charged for; 0 before there is one."""
-        if not self.account.ledger.exists():
-            return 0
-        with reading(self.account.ledger) as db:
-            return sum(len(db.charges(each.id)) for each in db.data_sets())
+        return charges(self.account.ledger) if self.account.ledger.exists() else 0
+
+
+def charges(ledger: Path) -> int:
+    """How many releases a ledger was charged for."""
+    with reading(ledger) as db:
+        return sum(len(db.charges(each.id)) for each in db.data_sets())
+
+
+def contexts(num_clients: int, run_id: int = 1, run_config: Mapping[str, object] | None = None) -> dict[int, Context]:
+    """Those of so many nodes of a run, by their ids."""
+    configs = [{"partition-id": k, "num-partitions": num_clients} for k in range(num_clients)]
+    return {11 + k: Context(run_id, 11 + k, own, RecordDict(), dict(run_config or {})) for k, own in enumerate(configs)}
 
 
 def arrays_of(reply: Message) -> dict[str, np.ndarray]:

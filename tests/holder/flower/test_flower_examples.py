@@ -16,24 +16,20 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from safetensors.numpy import load_file
 
-from fedpriv.privacy.ledger import reading
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
+from tests.holder.flower.nodes import charges, contexts
 from tests.integration.test_flower_engine import flower_environment, flwr, status
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "docs" / "examples" / "flower"
 ROUNDS, NUM_CLIENTS = 2, 4
 
-# {example: (what is edited so that there is next to no noise, by how much a weight may then differ)}. A ledger takes no
-# release without any.
+# {example: what is edited so that there is next to no noise}. A ledger takes no release without any.
 NOISE_OFF = {
-    "ledger": ({"CLIPPING_NORM": 10.0, "EPSILON": 2e6, "BUDGET_EPSILON": None}, 1e-3),
-    "records": (
-        {"CLIP_NORM": 100.0, "NOISE_MULTIPLIER": 1e-5, "SAMPLING_PROBABILITY": 1.0, "BUDGET_EPSILON": None},
-        1e-3,
-    ),
-    "updates": ({"CLIP_NORM": 10.0, "NOISE_MULTIPLIER": 1e-5, "BUDGET_EPSILON": None}, 1e-3),
+    "ledger": {"CLIPPING_NORM": 10.0, "EPSILON": 2e6, "BUDGET_EPSILON": None},
+    "records": {"CLIP_NORM": 100.0, "NOISE_MULTIPLIER": 1e-5, "SAMPLING_PROBABILITY": 1.0, "BUDGET_EPSILON": None},
+    "updates": {"CLIP_NORM": 10.0, "NOISE_MULTIPLIER": 1e-5, "BUDGET_EPSILON": None},
 }
 
 __all__ = ["flower_environment"]
@@ -49,7 +45,7 @@ def example(name, tmp_path) -> Path:
     """A copy of an example with ledgers of its own and next to no noise."""
     folder = tmp_path / name
     shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    edit(folder, {"LEDGERS": tmp_path / "ledgers", **NOISE_OFF[name][0]})
+    edit(folder, {"LEDGERS": tmp_path / "ledgers", **NOISE_OFF[name]})
     return folder
 
 
@@ -74,13 +70,6 @@ def apps(example, name, monkeypatch) -> Iterator[tuple]:
         del sys.modules[loaded]
 
 
-def contexts(run_config) -> dict[int, Context]:
-    return {
-        11 + k: Context(1, 11 + k, {"partition-id": k, "num-partitions": NUM_CLIENTS}, RecordDict(), run_config)
-        for k in range(NUM_CLIENTS)
-    }
-
-
 def plain_weights(task) -> dict[str, np.ndarray]:
     """What Flower's FedAvg makes of the same task without fedpriv."""
     app = ClientApp()
@@ -97,36 +86,28 @@ def plain_weights(task) -> dict[str, np.ndarray]:
 
     strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=NUM_CLIENTS, min_available_nodes=NUM_CLIENTS)
     with task_identity(1):
-        grid = LocalGrid(contexts({}), None, app)
+        grid = LocalGrid(contexts(NUM_CLIENTS), None, app)
         result = strategy.start(grid, ArrayRecord(task.make_model().state_dict()), num_rounds=ROUNDS)
     return {key: array.numpy() for key, array in result.arrays.items()}
 
 
-def check_same(out: Path, task, name: str) -> None:
+def check_same(out: Path, task) -> None:
+    """The model is that of plain Flower, and each node's ledger was charged for each round."""
+    assert [charges(path) for path in (out.parent / "ledgers").glob("*.sqlite")] == [ROUNDS] * NUM_CLIENTS
     made, plain = load_file(out), plain_weights(task)
     assert made.keys() == plain.keys()
     assert max(np.abs(array).max() for array in plain.values()) > 0.1, "the check would be blind"
     for key, array in plain.items():
-        np.testing.assert_allclose(made[key], array, atol=NOISE_OFF[name][1])
+        np.testing.assert_allclose(made[key], array, atol=1e-3)
 
 
-def charges(folder: Path) -> list[int]:
-    """Releases that each node's ledger was charged for."""
-    found = []
-    for path in sorted(folder.glob("*.sqlite")):
-        with reading(path) as db:
-            found.append(sum(len(db.charges(each.id)) for each in db.data_sets()))
-    return found
-
-
-def test_an_example_gives_what_plain_flower_gives(apps, name, tmp_path):
+def test_an_example_gives_what_plain_flower_gives(apps, tmp_path):
     client, server, task = apps
     run_config = {"num-server-rounds": ROUNDS, "out": str(tmp_path / "model.safetensors")}
     with task_identity(1):
-        grid = LocalGrid(contexts(run_config), None, client.app)
+        grid = LocalGrid(contexts(NUM_CLIENTS, run_config=run_config), None, client.app)
         server.app(grid, Context(1, 1, {}, RecordDict(), run_config))
-    check_same(tmp_path / "model.safetensors", task, name)
-    assert charges(tmp_path / "ledgers") == [ROUNDS] * NUM_CLIENTS
+    check_same(tmp_path / "model.safetensors", task)
 
 
 def test_all_examples_have_one_task():
@@ -138,7 +119,7 @@ def test_all_examples_have_one_task():
 @pytest.mark.flower
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Flower's own simulation engine needs the extra ray")
-def test_an_example_gives_the_same_under_flwr_run(flower_environment, apps, example, name, tmp_path):
+def test_an_example_gives_the_same_under_flwr_run(flower_environment, apps, example, tmp_path):
     out = tmp_path / "model.safetensors"
     # One process answers all nodes: loading torch in a second one takes longer.
     federation = f"num-supernodes={NUM_CLIENTS} client-resources-num-cpus=2 init-args-num-cpus=2"
@@ -152,5 +133,4 @@ def test_an_example_gives_the_same_under_flwr_run(flower_environment, apps, exam
     while not (state := status(flower_environment, run_id[1])).startswith("finished") and time.monotonic() < deadline:
         time.sleep(1)
     assert state == "finished:completed", output
-    check_same(out, apps[2], name)
-    assert charges(tmp_path / "ledgers") == [ROUNDS] * NUM_CLIENTS
+    check_same(out, apps[2])

@@ -15,16 +15,12 @@ from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
 from fedpriv.holder.flower import Account, UpdateMod
-from fedpriv.privacy.ledger import reading
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
+from tests.holder.flower.nodes import charges, contexts
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/flower.md").read_text()
 CLIP, NOISE, ROUNDS, CLIENTS = 1.0, 8.0, 10, 4
-
-
-def nodes(run_id: int) -> dict[int, Context]:
-    return {11 + k: Context(run_id, 11 + k, {"partition-id": k}, RecordDict(), {}) for k in range(CLIENTS)}
 
 
 def app_with(mods: list) -> ClientApp:
@@ -44,7 +40,7 @@ def run(strategy, mods: list, run_id: int = 1) -> dict[str, np.ndarray]:
     """The model after a run; none where the last round had no uploads."""
     with task_identity(run_id):
         start = ArrayRecord({"w": Array(np.zeros(4, dtype=np.float32))})
-        result = strategy.start(LocalGrid(nodes(run_id), None, app_with(mods)), start, num_rounds=ROUNDS)
+        result = strategy.start(LocalGrid(contexts(CLIENTS, run_id), None, app_with(mods)), start, num_rounds=ROUNDS)
     return {name: array.numpy() for name, array in result.arrays.items()}
 
 
@@ -88,7 +84,7 @@ def test_what_both_sides_know_after_one_run_and_after_two(tmp_path):
         flowers.append(strategy.privacy_spent().epsilon)
         mods = [UpdateMod(account_of, clip_norm=CLIP, noise_multiplier=NOISE)]
         assert np.isfinite(run(averaging(), mods, run_id)["w"]).all()
-        spent = {account_of(context).spent().epsilon for context in nodes(1).values()}
+        spent = {account_of(context).spent().epsilon for context in contexts(CLIENTS).values()}
         assert len(spent) == 1
         ours += spent
     assert told("after 10 rounds") == pytest.approx([flowers[0], ours[0]], abs=5e-4)
@@ -96,8 +92,7 @@ def test_what_both_sides_know_after_one_run_and_after_two(tmp_path):
     assert flowers == pytest.approx([by_rdp(NOISE, ROUNDS)] * 2)
     assert ours[0] == pytest.approx(by_rdp(NOISE / 2, ROUNDS), rel=0.2)  # by pld, of a client whose data are replaced
     assert ours[0] < by_rdp(NOISE / 2, ROUNDS)
-    with reading(tmp_path / "client 0.sqlite") as db:
-        assert sum(len(db.charges(each.id)) for each in db.data_sets()) == 2 * ROUNDS
+    assert charges(tmp_path / "client 0.sqlite") == 2 * ROUNDS
 
 
 def test_either_side_ends_a_run_at_its_own_limit(tmp_path):
@@ -105,9 +100,8 @@ def test_either_side_ends_a_run_at_its_own_limit(tmp_path):
         run(accounted(max_epsilon=1.0), [fixedclipping_mod])
     account_of = account_in(tmp_path, budget=2.0)
     run(averaging(), [UpdateMod(account_of, clip_norm=CLIP, noise_multiplier=NOISE)])
-    with reading(tmp_path / "client 0.sqlite") as db:
-        assert 0 < sum(len(db.charges(each.id)) for each in db.data_sets()) < ROUNDS
-    assert account_of(nodes(1)[11]).spent().epsilon <= 2.0
+    assert 0 < charges(tmp_path / "client 0.sqlite") < ROUNDS
+    assert account_of(contexts(CLIENTS)[11]).spent().epsilon <= 2.0
 
 
 def test_flowers_accountant_counts_what_the_server_says_it_sent():

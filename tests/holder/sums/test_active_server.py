@@ -7,7 +7,6 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from fedpriv.holder.sums import _client as node_side
 from fedpriv.holder.sums import _messages
 from fedpriv.holder.sums._masks import verify_once
 from fedpriv.holder.sums._messages import advertised
@@ -52,22 +51,26 @@ def signed(client: int, terms=TERMS, **changes):
 # Exchange 1 and 2: whose keys these are.
 
 
-@pytest.mark.parametrize("key", ["encryption_key", "mask_key", "self_commitment"])
-def test_a_key_that_the_server_put_in_place_of_a_clients_is_refused(key):
-    attempt = attempted(TERMS, "advertise")
-    forged = json.loads(attempt.u1.message())
-    forged["1"][key] = json.loads(attempt.u1.message())["2"][key]
-    refuses(attempt.sessions[0], "share", json.dumps(forged), "client 1: its registered key did not sign")
+def with_two_purposes(own: dict[str, str]) -> dict[str, str]:
+    return own | {"encryption_key": own["mask_key"], "mask_key": own["encryption_key"]}
 
 
-def test_keys_of_two_clients_or_of_two_purposes_cannot_be_swapped():
+FORGED = {
+    **{
+        key: lambda shown, key=key: {"1": shown["1"] | {key: shown["2"][key]}}
+        for key in ("encryption_key", "mask_key", "self_commitment")
+    },
+    "of two clients": lambda shown: {"1": shown["2"], "2": shown["1"]},
+    "of two purposes": lambda shown: {"1": with_two_purposes(shown["1"])},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_a_key_that_the_server_put_in_place_of_a_clients_is_refused(forged):
     attempt = attempted(TERMS, "advertise")
     shown = json.loads(attempt.u1.message())
-    clients = shown | {"1": shown["2"], "2": shown["1"]}
-    refuses(attempt.sessions[0], "share", json.dumps(clients), "client 1: its registered key did not sign")
-    own = shown["1"]
-    purposes = shown | {"1": own | {"encryption_key": own["mask_key"], "mask_key": own["encryption_key"]}}
-    refuses(attempt.sessions[3], "share", json.dumps(purposes), "client 1: its registered key did not sign")
+    message = json.dumps(shown | forged(shown))
+    refuses(attempt.sessions[0], "share", message, "client 1: its registered key did not sign")
 
 
 def test_a_key_of_the_server_signed_by_the_server_is_refused():
@@ -76,22 +79,6 @@ def test_a_key_of_the_server_signed_by_the_server_is_refused():
     foreign = replace(foreign, signature=node(99).sign(advertised(TERMS, foreign)))
     message = _messages.advertisements_text({**attempt.u1.shown, 1: foreign})
     refuses(attempt.sessions[0], "share", message, "client 1: its registered key did not sign")
-
-
-@pytest.mark.parametrize(
-    "old",
-    [
-        replace(TERMS, attempt="ef" * 16),
-        replace(TERMS, round=2),
-        replace(TERMS, run="another"),
-    ],
-    ids=["attempt", "round", "run"],
-)
-def test_an_advertisement_of_another_attempt_round_or_run_is_refused(old):
-    attempt = attempted(TERMS, "advertise")
-    replayed = _messages.advertisement_from_text(begin(old, 1).advertisement)
-    message = _messages.advertisements_text({**attempt.u1.shown, 1: replayed})
-    refuses(attempt.sessions[0], "share", message, "client 1: its registered key did not sign these keys for these")
 
 
 OTHER_TERMS = {
@@ -116,6 +103,7 @@ OTHER_TERMS = {
 
 @pytest.mark.parametrize("field", OTHER_TERMS)
 def test_clients_with_different_terms_refuse_each_other(field):
+    """As they do advertisements of another attempt, round or run."""
     told_otherwise = begin(OTHER_TERMS[field], 0)
     attempt = Attempt(terms=TERMS, sessions={k: begin(TERMS, k) for k in range(1, 5)})
     attempt.advertise()
@@ -169,50 +157,47 @@ def test_a_client_that_is_listed_twice_or_unknown_is_refused():
     refuses(attempt.sessions[1], "share", unknown, "client 9 took no part")
 
 
-def test_a_key_with_two_owners_or_two_purposes_is_refused():
+# {what a malicious client signs: (its keys, why peers refuse them)}
+SIGNED = {
+    "a peer's": (lambda shown: {"mask_key": shown[1].mask_key}, "one of its keys is also a key of client 1"),
+    "of two purposes": (
+        lambda shown: {"encryption_key": shown[3].mask_key, "mask_key": shown[3].mask_key},
+        "one of its keys is also a key of client 3",
+    ),
+    "encryption to zero": (lambda shown: {"encryption_key": bytes(32)}, "its X25519 key agrees on zero"),
+    "a mask of zero": (lambda shown: {"mask_key": bytes(32)}, "its X25519 key agrees on zero"),
+    "a second name": (
+        lambda shown: {"mask_key": shown[3].mask_key[:-1] + bytes([shown[3].mask_key[-1] | 128])},
+        "its keys must be X25519",
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "match"), SIGNED.values(), ids=SIGNED)
+def test_a_key_with_two_owners_purposes_or_names_or_that_agrees_on_zero_is_refused_before_masks(keys, match):
     attempt = attempted(TERMS, "advertise")
-    copied = signed(3, encryption_key=attempt.u1.shown[1].encryption_key)
-    message = _messages.advertisements_text({**attempt.u1.shown, 3: copied})
-    refuses(attempt.sessions[0], "share", message, "client 3: one of its keys is also a key of client 1")
-    both = signed(3, encryption_key=attempt.u1.shown[3].mask_key, mask_key=attempt.u1.shown[3].mask_key)
-    message = _messages.advertisements_text({**attempt.u1.shown, 3: both})
-    refuses(attempt.sessions[1], "share", message, "client 3: one of its keys is also a key of client 3")
-
-
-def test_an_encryption_key_that_agrees_on_zero_or_has_a_second_name_is_refused():
-    attempt = attempted(TERMS, "advertise")
-    message = _messages.advertisements_text({**attempt.u1.shown, 3: signed(3, encryption_key=bytes(32))})
-    refuses(attempt.sessions[0], "share", message, "client 3: its X25519 key agrees on zero")
-    own = attempt.u1.shown[3].mask_key
-    message = _messages.advertisements_text(
-        {**attempt.u1.shown, 3: signed(3, mask_key=own[:-1] + bytes([own[-1] | 128]))}
-    )
-    refuses(attempt.sessions[1], "share", message, "client 3: its keys must be X25519")
-
-
-def test_a_mask_key_that_agrees_on_zero_is_refused_before_anything_is_masked():
-    attempt = attempted(TERMS, "advertise")
-    _, honest = node_side.advertise(TERMS, 3, sign=node(3).sign, approved=None, verify=verify_once)
-    zero = replace(honest, mask_key=bytes(32))
-    zero = replace(zero, signature=node(3).sign(advertised(TERMS, zero)))
-    message = _messages.advertisements_text({**attempt.u1.shown, 3: zero})
-    refuses(attempt.sessions[0], "share", message, "client 3: its X25519 key agrees on zero")
+    message = _messages.advertisements_text({**attempt.u1.shown, 3: signed(3, **keys(attempt.u1.shown))})
+    refuses(attempt.sessions[0], "share", message, f"client 3: {match}")
 
 
 # Exchange 3: whose shares these are.
 
 
-def test_ciphertexts_swapped_between_peers_are_refused():
-    attempt = attempted(TERMS, "share")
+def test_ciphertexts_swapped_between_peers_or_of_an_earlier_attempt_are_refused():
+    earlier, attempt = attempted(TERMS, "share"), attempted(TERMS, "share")
     to_0, to_1 = json.loads(attempt.u2.message(0)), json.loads(attempt.u2.message(1))
     swapped = changed(attempt.u2.message(0), c1=to_0["2"], c2=to_0["1"])
     refuses(attempt.sessions[0], "mask", swapped, "shares from client 1: are not what it sealed for client 0")
     others = changed(attempt.u2.message(1), c2=to_0["2"])
     refuses(attempt.sessions[1], "mask", others, "shares from client 2: are not what it sealed for client 1")
     assert to_1["2"] != to_0["2"]
+    stale = changed(attempt.u2.message(2), c1=json.loads(earlier.u2.message(2))["1"])
+    refuses(attempt.sessions[2], "mask", stale, "shares from client 1: are not what it sealed")
+    own = changed(attempt.u2.message(3), c3=to_0["4"])
+    refuses(attempt.sessions[3], "mask", own, "shares: client 3 is listed twice")  # one's own come from nowhere else
 
 
-@pytest.mark.parametrize("position", [0, 63, 64, 76, 107, 123], ids=lambda place: f"byte {place}")
+@pytest.mark.parametrize("position", [0, 63, 64, 76, 107, 123], ids="byte {}".format)
 def test_sealed_shares_with_a_changed_bit_are_refused(position):
     attempt = attempted(TERMS, "share")
     received = _messages.sealed_from_text(attempt.u2.message(0))
@@ -228,18 +213,6 @@ def test_shares_that_were_sealed_after_other_advertisements_are_refused():
     dealt[3] = _messages.dealt_from_text(attempt.sessions[3].share(_messages.advertisements_text(fewer)), 3)
     message = _messages.sealed_text({k: dealt[k][0] for k in (1, 2, 3)})
     refuses(attempt.sessions[0], "mask", message, "shares from client 3: .* after the same advertisements")
-
-
-def test_shares_of_an_earlier_attempt_are_refused():
-    first, second = attempted(TERMS, "share"), attempted(TERMS, "share")
-    stale = changed(second.u2.message(0), c1=json.loads(first.u2.message(0))["1"])
-    refuses(second.sessions[0], "mask", stale, "shares from client 1: are not what it sealed")
-
-
-def test_ones_own_shares_do_not_come_from_outside():
-    attempt = attempted(TERMS, "share")
-    message = changed(attempt.u2.message(0), c0=json.loads(attempt.u2.message(1))["0"])
-    refuses(attempt.sessions[0], "mask", message, "shares: client 0 is listed twice")
 
 
 # Exchange 4 and 5: one list of survivors.
@@ -261,10 +234,7 @@ def test_a_survivor_that_sent_no_shares_is_refused():
 
 def test_of_two_lists_a_client_signs_one():
     attempt = attempted(TERMS, "confirm")
-    refuses_twice = attempt.sessions[0]
-    with pytest.raises(ProtocolError, match="confirm: out of order, this session expected reveal"):
-        refuses_twice.confirm('{"survivors":[0,1,2,3]}')
-    assert refuses_twice.expects is None
+    refuses(attempt.sessions[0], "confirm", '{"survivors":[0,1,2,3]}', "out of order, this session expected reveal")
 
 
 def test_signatures_of_another_list_are_refused():
@@ -274,11 +244,10 @@ def test_signatures_of_another_list_are_refused():
         client: _messages.signature_from_text(attempt.sessions[client].confirm(_messages.survivors_text(listed)))
         for client, listed in lists.items()
     }
-    refuses(
-        attempt.sessions[0], "reveal", _messages.signatures_text(signatures), "signatures: that of client 2 is not of"
-    )
+    both = _messages.signatures_text(signatures)
+    refuses(attempt.sessions[0], "reveal", both, "signatures: that of client 2 is not of")
     # Client 1 is no survivor in the other list, so there its mask key would be asked for, and above its self-mask.
-    refuses(attempt.sessions[2], "reveal", _messages.signatures_text(signatures), "signatures: client 1 took no part")
+    refuses(attempt.sessions[2], "reveal", both, "signatures: client 1 took no part")
     valid = {client: signatures[client] for client in (0, 1)}
     refuses(attempt.sessions[1], "reveal", _messages.signatures_text(valid), "are of 2 clients", few=True)
 
@@ -294,10 +263,8 @@ def test_a_signature_counts_once_and_for_its_signer_alone():
     attempt = attempted(TERMS, "confirm")
     message = attempt.u4.message()
     refuses(attempt.sessions[0], "reveal", message[:-1] + "," + message[1:], "'0' is listed twice")
-    borrowed = {**attempt.u4.signatures, 1: attempt.u4.signatures[2]}
-    refuses(
-        attempt.sessions[1], "reveal", _messages.signatures_text(borrowed), "signatures: that of client 1 is not of"
-    )
+    borrowed = _messages.signatures_text({**attempt.u4.signatures, 1: attempt.u4.signatures[2]})
+    refuses(attempt.sessions[1], "reveal", borrowed, "signatures: that of client 1 is not of")
     refuses(attempt.sessions[2], "reveal", changed(message, c9=attempt.u4.signatures[2]), "client 9 took no part")
 
 
@@ -316,10 +283,13 @@ def test_no_client_reveals_both_shares_of_one_peer():
 # The order of the steps, and how many take part.
 
 
-@pytest.mark.parametrize("step", ["share", "mask", "confirm", "reveal"])
-def test_fewer_than_the_threshold_are_refused(step):
-    before = {"share": "advertise", "mask": "share", "confirm": "mask", "reveal": "confirm"}[step]
-    attempt = attempted(TERMS, before)
+# {exchange that a session has reached: its next step}
+NEXT = {"advertise": "share", "share": "mask", "mask": "confirm", "confirm": "reveal"}
+
+
+@pytest.mark.parametrize("reached", NEXT)
+def test_fewer_than_the_threshold_are_refused(reached):
+    attempt, step = attempted(TERMS, reached), NEXT[reached]
     few = {
         "share": lambda: _messages.advertisements_text({k: attempt.u1.shown[k] for k in (0, 1, 2)}),
         "mask": lambda: _messages.sealed_text({k: attempt.u2.dealt[k][0] for k in (1, 2)}),
@@ -329,12 +299,11 @@ def test_fewer_than_the_threshold_are_refused(step):
     refuses(attempt.sessions[0], step, few, "are of 3 clients, must be of at least 4", few=True)
 
 
-@pytest.mark.parametrize("reached", ["advertise", "share", "mask", "confirm"])
-@pytest.mark.parametrize("step", STEPS)
-def test_a_step_out_of_order_ends_the_session(reached, step):
-    session = attempted(TERMS, reached).sessions[0]
-    expected = {"advertise": "share", "share": "mask", "mask": "confirm", "confirm": "reveal"}[reached]
-    if step != expected:
+@pytest.mark.parametrize("reached", NEXT)
+def test_a_step_out_of_order_ends_the_session(reached):
+    sessions, expected = iter(attempted(TERMS, reached).sessions.values()), NEXT[reached]
+    for step in STEPS.keys() - {expected}:
+        session = next(sessions)
         with pytest.raises(ProtocolError, match=f"{step}: out of order, this session expected {expected}"):
             STEPS[step](session)
         assert session.expects is None

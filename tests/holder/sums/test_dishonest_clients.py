@@ -17,6 +17,18 @@ TERMS = make_terms(5, threshold=3)
 LIAR = 1
 
 
+def advertised_by_all() -> tuple[Attempt, dict[int, str]]:
+    """An attempt at its beginning, and {client: its advertisement}."""
+    attempt = Attempt(terms=TERMS)
+    return attempt, {client: session.advertisement for client, session in attempt.sessions.items()}
+
+
+def signed_anew(text: str, **keys: bytes) -> str:
+    """The liar's advertisement of other keys, which it signs."""
+    lied = replace(_messages.advertisement_from_text(text), **keys)
+    return _messages.advertisement_text(replace(lied, signature=node(LIAR).sign(advertised(TERMS, lied))))
+
+
 def expected(attempt: Attempt, *survivors: int) -> np.ndarray:
     return sum(attempt.values[client] for client in survivors)
 
@@ -37,8 +49,7 @@ def expected(attempt: Attempt, *survivors: int) -> np.ndarray:
     ],
 )
 def test_a_malformed_advertisement_makes_a_dropout_with_a_reason(text, match):
-    attempt = Attempt(terms=TERMS)
-    texts = {client: session.advertisement for client, session in attempt.sessions.items()}
+    attempt, texts = advertised_by_all()
     texts[LIAR] = attempt.sessions[2].advertisement if text is None else text
     attempt.u1 = server.collect_advertisements(TERMS, texts, verify=verify_once)
     assert list(attempt.u1.shown) == [0, 2, 3, 4]
@@ -49,16 +60,20 @@ def test_a_malformed_advertisement_makes_a_dropout_with_a_reason(text, match):
 
 
 def test_a_copied_key_and_a_stranger_are_left_out():
-    attempt = Attempt(terms=TERMS)
-    texts = {client: session.advertisement for client, session in attempt.sessions.items()}
+    _, texts = advertised_by_all()
     first = _messages.advertisement_from_text(texts[0])
-    copied = replace(_messages.advertisement_from_text(texts[LIAR]), mask_key=first.encryption_key)
-    copied = replace(copied, signature=node(LIAR).sign(advertised(TERMS, copied)))
-    state = server.collect_advertisements(
-        TERMS, texts | {LIAR: _messages.advertisement_text(copied), 9: texts[0]}, verify=verify_once
-    )
+    lied = texts | {LIAR: signed_anew(texts[LIAR], mask_key=first.encryption_key), 9: texts[0]}
+    state = server.collect_advertisements(TERMS, lied, verify=verify_once)
     assert state.refused[LIAR] == "client 1: one of its keys occurs twice"
     assert state.refused[9] == "client 9: took no part in the exchange before"
+
+
+@pytest.mark.parametrize("key", ["encryption_key", "mask_key"])
+def test_a_key_that_agrees_on_zero_is_refused_where_it_is_shown(key):
+    _, texts = advertised_by_all()
+    lied = texts | {LIAR: signed_anew(texts[LIAR], **{key: bytes(32)})}
+    state = server.collect_advertisements(TERMS, lied, verify=verify_once)
+    assert state.refused == {LIAR: "client 1: its X25519 key agrees on zero with everyone"}
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "no base64", "unusual base64", "odd client"])
@@ -136,9 +151,8 @@ def test_a_dealer_whose_shares_give_another_seed_is_named_and_no_sum_is_made(see
     attempt = Attempt(terms=TERMS)
     state, shown = node_side.advertise(TERMS, LIAR, sign=node(LIAR).sign, approved=None, verify=verify_once)
     texts = {client: attempt.sessions[client].advertisement for client in others}
-    attempt.u1 = server.collect_advertisements(
-        TERMS, texts | {LIAR: _messages.advertisement_text(shown)}, verify=verify_once
-    )
+    texts[LIAR] = _messages.advertisement_text(shown)
+    attempt.u1 = server.collect_advertisements(TERMS, texts, verify=verify_once)
     shared, dealt = node_side.share(replace(state, **{seed: bytes(16)}), attempt.u1.shown)
     texts = {client: attempt.sessions[client].share(attempt.u1.message()) for client in others}
     attempt.u2 = server.collect_shares(attempt.u1, texts | {LIAR: _messages.sealed_text(dealt)})
@@ -211,13 +225,3 @@ def test_who_complains_of_sound_shares_is_named_in_place_of_their_dealer():
         assert (list(checked.dishonest), list(checked.refused)) == ([], [LIAR])
     with pytest.raises(TooFewError, match="checks: came from 2 clients"):
         server.collect_checks(attempt.u2, {client: honest[client] for client in (0, 2)})
-
-
-@pytest.mark.parametrize("key", ["encryption_key", "mask_key"])
-def test_a_key_that_agrees_on_zero_is_refused_where_it_is_shown(key):
-    attempt = Attempt(terms=TERMS)
-    texts = {client: session.advertisement for client, session in attempt.sessions.items()}
-    zero = replace(_messages.advertisement_from_text(texts[LIAR]), **{key: bytes(32)})
-    zero = replace(zero, signature=node(LIAR).sign(advertised(TERMS, zero)))
-    state = server.collect_advertisements(TERMS, texts | {LIAR: _messages.advertisement_text(zero)}, verify=verify_once)
-    assert state.refused == {LIAR: "client 1: its X25519 key agrees on zero with everyone"}

@@ -12,7 +12,7 @@ from tests.holder.sums.attempts import make_terms
 SEEDS = bytes(16), bytes([255] * 16), os.urandom(16)
 
 
-@pytest.mark.parametrize(("num_clients", "threshold"), [(3, 3), (7, 5), (140, 71)])
+@pytest.mark.parametrize(("num_clients", "threshold"), [(3, 3), (7, 5), (70, 36)])
 def test_either_library_reads_the_others_shares(num_clients, threshold):
     terms, chosen = make_terms(num_clients, threshold=threshold), range(num_clients - threshold, num_clients)
     for seed in SEEDS:

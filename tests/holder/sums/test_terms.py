@@ -73,15 +73,8 @@ def test_a_participant_that_is_none_is_refused_by_name(changes, match):
 
 def test_a_key_has_one_way_to_be_written_so_it_cannot_pass_for_two():
     line = node(1).public_line
-    for other in (
-        f"{line}=",
-        f"{line}====",
-        f" {line}",
-        f"{line} ",
-        f"{line}\n",
-        line.replace(" ", "  "),
-        f"{line}AA==",
-    ):
+    others = f"{line}=", f"{line}====", f" {line}", f"{line} ", f"{line}\n", line.replace(" ", "  "), f"{line}AA=="
+    for other in others:
         with pytest.raises(ProtocolError, match="client 2: identity"):
             with_participant(TERMS, 2, identity=other)
 

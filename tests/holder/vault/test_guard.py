@@ -1,41 +1,45 @@
-"""What the guard refuses, where exactly it draws the line, and how it says so."""
+"""What the guard and a data holder's limits allow, where exactly they draw the line, and how they refuse."""
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv.config import RunConfig
-from fedpriv.holder.vault import _charging, _guard
-from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.errors import InputError
+from fedpriv.holder.vault import _guard
+from fedpriv.holder.vault._charging import NodePolicy, RefusedError
+from fedpriv.holder.vault.settings import NodeLimits
+from fedpriv.learning.training.local_update import UpdateSpec, planned_event
 from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES
 
 SPEC = UpdateSpec.of(RunConfig(recipe="per-sample"))
-STRICT = _charging.NodePolicy(allow_unrecorded=True)
-OPEN = _charging.NodePolicy(allow_unrecorded=True, allow_not_private=True)
+STRICT = NodePolicy(allow_unrecorded=True)
+OPEN = NodePolicy(allow_unrecorded=True, allow_not_private=True)
+ADAPTER = {name: torch.zeros(2, 3) for name in ("x.lora_A.weight", "x.lora_B.weight")}
 
 
-def check(policy=STRICT, *, noise_source="secure", num_registered=100, has_labels=True, **changes):
-    spec = dataclasses.replace(SPEC, **changes)
-    _guard.check_instruction(
-        spec, policy, noise_source=noise_source, num_registered=num_registered, has_labels=has_labels
-    )
+def check(policy=STRICT, *, noise_source="secure", num_registered=400, has_labels=True, **changes):
+    """By the guard, whose policy holds at every node."""
+    facts = {"noise_source": noise_source, "num_registered": num_registered, "has_labels": has_labels}
+    _guard.check_instruction(replace(SPEC, **changes), policy, **facts)
+
+
+def limit(limits: NodeLimits | None = NodeLimits(), *, probability=0.1, round_=1, **changes) -> None:  # noqa: B008
+    """By the limits that an operator sets."""
+    spec = replace(SPEC, **changes)
+    _guard.check_limits(spec, planned_event(spec, probability, ADAPTER), round_, limits)
 
 
 def test_a_private_instruction_passes():
-    check(num_registered=400)
-
-
-@pytest.mark.parametrize("rule", CLIPPING_RULES)
-def test_every_known_clipping_rule_passes(rule):
-    check(clipping=rule)
-
-
-@pytest.mark.parametrize("batch_size", [1, 100])
-def test_a_batch_may_be_one_record_or_all(batch_size):
-    check(batch_size=batch_size)
+    check()
+    for rule in CLIPPING_RULES:
+        check(clipping=rule)
+    check(trains="head", objective="class-sums")
+    limit()
 
 
 @given(st.integers(-5, 300), st.integers(1, 200))
@@ -43,71 +47,100 @@ def test_a_batch_passes_exactly_if_it_is_within_the_registered_records(batch_siz
     if 1 <= batch_size <= registered:
         check(num_registered=registered, batch_size=batch_size)
     else:
-        with pytest.raises(_charging.RefusedError, match=rf"batch_size = {batch_size}: must lie in 1\.\.{registered}"):
+        with pytest.raises(RefusedError, match=rf"batch_size = {batch_size}: must lie in 1\.\.{registered}"):
             check(num_registered=registered, batch_size=batch_size)
 
 
-def test_a_refusal_names_the_value_in_one_line():
-    with pytest.raises(_charging.RefusedError, match=r"clip_norm = -2\.5: must be finite and > 0") as caught:
-        check(clip_norm=-2.5)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_node_is_strict_unless_its_operator_says_otherwise():
-    assert not _charging.NodePolicy().allow_not_private
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        STRICT.allow_not_private = True
-
-
-@pytest.mark.parametrize("noise_source", ["seeded", "Secure", "", "none"])
-def test_a_strict_node_refuses_every_noise_source_but_secure(noise_source):
-    with pytest.raises(_charging.RefusedError, match="noise source"):
-        check(noise_source=noise_source)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
-def test_an_invalid_learning_rate_is_refused(value):
-    with pytest.raises(_charging.RefusedError, match="learning_rate"):
-        check(learning_rate=value)
-
-
-def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(_charging.RefusedError, match="optimizer"):
-        check(optimizer="lion")
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"noise_multiplier": -1.0},
-        {"noise_multiplier": math.nan},
-        {"noise_multiplier": math.inf},
-        {"clip_norm": 0.0},
-        {"clip_norm": math.inf},
-        {"clip_norm": math.nan},
-        {"local_steps": 0},
-        {"batch_size": 401},
-        {"batch_size": 0},
-        {"clipping": "none"},
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier"),
+        ({"clip_norm": -2.5}, r"clip_norm = -2\.5: must be finite and > 0"),
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"clip_norm": math.inf}, "clip_norm"),
+        ({"clip_norm": math.nan}, "clip_norm"),
+        ({"local_steps": 0}, "local_steps"),
+        ({"batch_size": 401}, "batch_size"),
+        ({"clipping": "none"}, "clipping"),
+        *(({"learning_rate": value}, "learning_rate") for value in (math.nan, math.inf, 0.0, -1.0)),
+        ({"optimizer": "lion"}, "optimizer"),
+        (
+            {"trains": "head", "objective": "class-sums", "has_labels": False},
+            "objective = 'class-sums': needs records with labels",
+        ),
     ],
 )
-@pytest.mark.parametrize("policy", [STRICT, OPEN], ids=["strict", "open"])
-def test_an_invalid_instruction_is_refused_by_every_node(policy, change):
-    (key,) = change
-    with pytest.raises(_charging.RefusedError, match=key):
-        check(policy, num_registered=400, **change)
+def test_an_invalid_instruction_is_refused_by_every_node_in_one_line(change, message):
+    for policy in (STRICT, OPEN):
+        with pytest.raises(RefusedError, match=message) as caught:
+            check(policy, **change)
+        assert "\n" not in str(caught.value)
 
 
 def test_only_a_node_that_allows_it_releases_without_noise_or_with_seeded_noise():
-    with pytest.raises(_charging.RefusedError, match="noise_multiplier = 0"):
+    assert not NodePolicy().allow_not_private, "strict unless the operator says otherwise"
+    for source in ("seeded", "Secure", "", "none"):
+        with pytest.raises(RefusedError, match="noise source"):
+            check(noise_source=source)
+    with pytest.raises(RefusedError, match="noise_multiplier = 0"):
         check(noise_multiplier=0.0)
-    with pytest.raises(_charging.RefusedError, match="seeded"):
-        check(noise_source="seeded")
     check(OPEN, noise_multiplier=0.0)
     check(OPEN, noise_source="seeded")
 
 
-def test_class_sums_need_labels():
-    check(trains="head", objective="class-sums")
-    with pytest.raises(_charging.RefusedError, match="objective = 'class-sums': needs records with labels"):
-        check(trains="head", objective="class-sums", has_labels=False)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": 0.0}, "noise_multiplier: its effective value 0 is below this node's minimum 0.3"),
+        ({"noise_multiplier": 0.4, "clipping": "split"}, "effective value 0.282843 is below"),
+        ({"noise_multiplier": 1e6}, r"effective value 1e\+06 is above this node's maximum 1000"),
+        ({"noise_on": "upload", "noise_multiplier": 0.59}, r"effective value 0\.295"),
+        ({"local_steps": 300}, "local_steps = 300: above this node's maximum 100"),
+        ({"num_rounds": 10**6}, r"num_rounds = 1e\+06: above this node's maximum 1000"),
+        ({"clip_norm": 1e9}, r"clip_norm = 1e\+09: above this node's maximum 100"),
+        ({"round_": 11}, r"round = 11: must lie in 1\.\.10"),
+        ({"round_": 0}, r"round = 0: must lie in 1\.\.10"),
+        (
+            {"limits": NodeLimits(max_sampling_probability=0.25), "probability": 0.3},
+            r"sampling_probability: its value 0\.3 is above this node's maximum 0",
+        ),
+        ({"limits": None, "round_": 11}, "round = 11"),
+    ],
+)
+def test_an_instruction_less_private_than_agreed_is_refused_by_name(changes, message):
+    with pytest.raises(RefusedError, match=message) as caught:
+        limit(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_instruction_exactly_at_the_limits_or_where_there_are_none_passes():
+    limits = NodeLimits(min_effective_noise_multiplier=1.0, max_sampling_probability=0.25, max_clip_norm=3.0)
+    limit(limits, noise_multiplier=1.0, probability=0.25, local_steps=100, num_rounds=1000, clip_norm=3.0)
+    limit(noise_on="upload", noise_multiplier=0.61, probability=1.0)  # by its own factor, and it needs no sampling
+    limit(None, noise_multiplier=0.0, probability=1.0, local_steps=10**6, clip_norm=1e9)
+
+
+def test_a_policy_file_replaces_defaults_key_by_key(tmp_path):
+    (tmp_path / "policy.toml").write_text("max_rounds = 7\n")
+    assert NodeLimits.read(tmp_path / "policy.toml") == NodeLimits(max_rounds=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_rounds = 0", "max_rounds = 0: input should be greater than or equal to 1"),
+        ("min_effective_noise_multiplier = -1.0", "min_effective_noise_multiplier = -1.0"),
+        ("min_effective_noise_multiplier = inf", "finite"),
+        ("max_round = 3", "max_round = 3: unexpected"),
+        ("max_rounds = = 3", "not a TOML file"),
+    ],
+)
+def test_an_invalid_policy_file_is_refused_in_one_line(tmp_path, text, message):
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        NodeLimits.read(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
