@@ -18,10 +18,12 @@ from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.chats import chat_model
 from tests.vaults import make_vault, write_records
+from tests.wire import arrays_of
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
 ROWS = [(f"What is flu {'rash ' * i}?", ("negative", "positive")[i % 2]) for i in range(10)]
+CHATS = {"prompt_column": "", "response_column": "", "messages_column": "note"}
 PROMPTS = {"prompt_column": "note", "response_column": "department", "label_column": "", "labels": []}
 
 
@@ -37,13 +39,8 @@ def _seeded(monkeypatch):
 
 def config_of(folder, **changes):
     values = {"data": ON_NODES, "test_data": "t.csv", "model": str(folder), "num_clients": 2, "max_length": 60}
-    values |= {
-        "prompt_column": "q",
-        "response_column": "a",
-        "base_dtype": "float32",
-        "batch_size": 4,
-        "layers": "last-1",
-    }
+    values |= {"prompt_column": "q", "response_column": "a"}
+    values |= {"base_dtype": "float32", "batch_size": 4, "layers": "last-1"}
     return parse({**values, **changes})
 
 
@@ -64,7 +61,7 @@ def update(settings, config, *, round_=1):
     forget()
     start = load_model(config, labels=())[1].initial
     instruction = kinds.pack_instruction("run", round_, UpdateSpec.of(config))
-    arrays = {kinds.ADAPTER: {name: tensor.numpy() for name, tensor in start.items()}}
+    arrays = {kinds.ADAPTER: arrays_of(start)}
     request = Request.of(kind="train", run_config=to_flower(config), fields=instruction, arrays=arrays)
     response = answer.answer(request, Holder.of(settings))
     assert response.code == 0, response.reason
@@ -72,9 +69,7 @@ def update(settings, config, *, round_=1):
 
 
 def refusal(settings, config):
-    response = answer.answer(
-        Request.of(kind="register", run_config=to_flower(config), fields={}, arrays={}), Holder.of(settings)
-    )
+    response = answer.answer(Request.of(kind="register", run_config=to_flower(config)), Holder.of(settings))
     assert response.code == REFUSED
     return response.reason
 
@@ -97,39 +92,34 @@ def test_it_trains_on_the_responses_of_its_own_columns(node, folder):
     assert learned(bench) == [f"{response}<|im_end|>" for _, response in ROWS]
 
 
-def test_records_without_a_response_move_the_upload_like_no_records(node, folder):
-    """Noise and draws are seeded, and each record's draw is a coin of its own in its place."""
-    config = config_of(folder)
-    empty = [(note, "") for note, _ in ROWS]
-    silent = update(node(empty, name="silent"), config)
-    none = update(node([], name="none", num_records=len(ROWS)), config)
-    full = update(node(name="full"), config)
-    assert torch.equal(silent, none)
-    assert not torch.equal(silent, full)
-
-
 def charges(settings):
     """What the node's ledger was charged."""
     with reading(settings.ledger) as db:
         return [entry.event for entry in db.entries() if entry.phase == "charged"]
 
 
-def test_a_response_that_is_cut_away_wholly_pays_and_moves_nothing(node, folder):
-    """The frames of so many turns leave no room for the last response."""
-    config = config_of(folder)
-    chats = {"prompt_column": "", "response_column": "", "messages_column": "note"}
+def chat(num_turns):
+    return json.dumps([{"role": ("user", "assistant")[i % 2], "content": "flu"} for i in range(num_turns)])
 
-    def rows(num_turns):
-        turns = [{"role": ("user", "assistant")[i % 2], "content": "flu"} for i in range(num_turns)]
-        return [(json.dumps(turns), "")] * len(ROWS)
 
-    whole = node(rows(2), name="whole", **chats)
-    cut = node(rows(20), name="cut", **chats)
-    none = node([], name="none", num_records=len(ROWS), **chats)
-    moved = [update(settings, config) for settings in (whole, cut, none)]
-    assert torch.equal(moved[1], moved[2])
-    assert not torch.equal(moved[0], moved[1])
-    assert charges(cut) == charges(none) == charges(whole) != []
+@pytest.mark.parametrize(
+    ("rows", "silent", "columns"),
+    [
+        (ROWS, [(note, "") for note, _ in ROWS], {}),
+        # The frames of so many turns leave no room for the last response.
+        ([(chat(2), "")] * 10, [(chat(20), "")] * 10, CHATS),
+    ],
+    ids=["none", "cut away wholly"],
+)
+def test_records_without_a_response_pay_and_move_the_upload_like_no_records(node, folder, rows, silent, columns):
+    """Noise and draws are seeded, and each record's draw is a coin of its own in its place."""
+    held = {"full": rows, "silent": silent, "none": []}
+    nodes = [node(each, name=name, num_records=10, **columns) for name, each in held.items()]
+    full, without, none = (update(settings, config_of(folder)) for settings in nodes)
+    assert torch.equal(without, none)
+    assert not torch.equal(full, without)
+    paid = [charges(settings) for settings in nodes]
+    assert paid[0] == paid[1] == paid[2] != []
 
 
 def test_kept_tokens_are_those_of_the_runs_own_prompts(node, folder):
@@ -146,7 +136,7 @@ def test_a_run_for_other_kinds_of_records_is_refused(node, folder):
     assert "this node's records are prompts with responses" in refusal(node(), plain)
     texts = node(name="texts", prompt_column="", response_column="", text_column="note")
     assert "this node's records are plain texts" in refusal(texts, config_of(folder))
-    chats = node(name="chats", prompt_column="", response_column="", messages_column="note")
+    chats = node(name="chats", **CHATS)
     assert "no place for it" in refusal(chats, config_of(folder, prompt_template="a {}"))
     classes = config_of(folder, answers="no,yes", labels="0,1")
     assert "labels: are not those" in refusal(node(name="open"), classes)

@@ -31,20 +31,16 @@ CONTENT = b"a bundle"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
-def test_only_the_very_bytes_are_approved(tmp_path):
+def test_only_the_very_bytes_are_approved_and_by_an_empty_or_damaged_list_nothing(tmp_path):
     file = tmp_path / "approved-fabs"
+    assert not is_approved(CONTENT, file), "missing"
     file.write_text(f"# read and approved by M. Curie\n{'0' * 64}\n{DIGEST}  # version 0.1.0\n")
     assert approved(file) == {DIGEST, "0" * 64}
     assert is_approved(CONTENT, file)
     assert not is_approved(CONTENT + b" ", file)
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", f"{DIGEST}\nyes\n", f"{DIGEST.upper()}\n"])
-def test_an_empty_or_damaged_list_approves_nothing(tmp_path, text):
-    file = tmp_path / "approved-fabs"
-    file.write_text(text)
-    assert not is_approved(CONTENT, file)
-    assert not is_approved(CONTENT, tmp_path / "missing")
+    for text in ("", "# nothing\n", f"{DIGEST}\nyes\n", f"{DIGEST.upper()}\n"):
+        file.write_text(text)
+        assert not is_approved(CONTENT, file)
 
 
 def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed(tmp_path, monkeypatch):
@@ -150,14 +146,10 @@ def test_of_a_run_that_ends_as_a_message_comes_a_node_keeps_the_message_and_answ
     link.receive.return_value = SimpleNamespace(metadata=Mock(run_id=7, message_id="the message")), "tree"
     if ends_at:
         getattr(link, ends_at).side_effect = RunNotRunningException
-    calls = ("receive", "get_run", "get_fab", "pull_object", "confirm_message_received")
-    found = start_client_internal._pull_and_store_message(
-        state=state,
-        object_store=store,
-        node_config={},
-        trusted_entities=None,
-        **{name: getattr(link, name) for name in calls},
-    )
+    names = ("receive", "get_run", "get_fab", "pull_object", "confirm_message_received")
+    calls = {"state": state, "object_store": store, "node_config": {}, "trusted_entities": None}
+    calls |= {name: getattr(link, name) for name in names}
+    found = start_client_internal._pull_and_store_message(**calls)
     is_kept = not state.delete_messages.called
     assert state.store_message.called
     assert (found == 7) == is_kept == (ends_at != "pull_object")
@@ -211,15 +203,9 @@ def test_each_task_has_a_process_with_flower_and_nothing_of_the_bundle_imported(
     (tmp_path / "probe.py").write_text(_PROBE)
     (tmp_path / "reports").mkdir()
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", _LAUNCH, str(tmp_path / "reports")],
-        env={**os.environ, "PYTHONPATH": paths, "REPORTS": str(tmp_path / "reports")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    variables = {**os.environ, "PYTHONPATH": paths, "REPORTS": str(tmp_path / "reports")}
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": True}
+    done = subprocess.run([sys.executable, "-c", _LAUNCH, variables["REPORTS"]], env=variables, **options)
     assert done.stdout.splitlines() == ["untold", "told", "ended 0"]
     reports = [json.loads(file.read_text()) for file in (tmp_path / "reports").iterdir()]
     assert len(reports) == 2, "a process for each"

@@ -29,6 +29,7 @@ from simulations.sites import free_port
 from tests.cli.command_line import fedpriv
 from tests.clients.deploy.conftest import charge, check, kit
 from tests.deployment.tls_server import serving
+from tests.marks import slow
 from tests.vaults import write_records
 
 OFFLINE = {"tls", "clock", "door", "admitted"}
@@ -240,7 +241,7 @@ def test_the_runs_that_are_agreed_to_the_one_that_waits_and_the_time_of_replies_
     assert check(node, "replies").detail.endswith("at most 5,793.0 s after their charge")
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
+@pytest.mark.parametrize("umask", [0o000, 0o077, *slow(0o002, 0o022, 0o027)])
 def test_whatever_the_umask_others_neither_read_nor_change_what_decides(make_node, umask):
     before = os.umask(umask)
     try:
@@ -255,7 +256,7 @@ def test_whatever_the_umask_others_neither_read_nor_change_what_decides(make_nod
     assert node.flower_home.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("which", ["vault.toml", "policy.toml", "approved-fabs", "peers", "."])
+@pytest.mark.parametrize("which", ["vault.toml", "peers", ".", *slow("policy.toml", "approved-fabs")])
 def test_what_others_could_change_starts_no_supernode_of_another_user_until_the_advice_is_taken(node, which):
     node.vault.peers.mkdir()
     path = node.folder / which

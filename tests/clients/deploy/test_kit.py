@@ -34,9 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
-    command = [sys.executable, "-m", "clients.deploy", "init", tmp_path / "node", *map(str, heard(invite()))]
-    done = subprocess.run([*command, "--budget-epsilon", "4"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said = kit("init", tmp_path / "node", *heard(invite()), "--budget-epsilon", 4)
     node = Node.read(tmp_path / "node")
     vault = node.vault
     assert (vault.partition_id, vault.name, vault.budget_epsilon, vault.data) == (1, "clinic", 4.0, None)
@@ -47,7 +45,7 @@ def test_init_makes_keys_settings_and_policy(tmp_path, ca, invite):
     for key, kind in ((node.key, keys.NODE), (vault.key, keys.VAULT)):
         assert keys.kind_of(keys.public_line(key)) == kind
         assert key.stat().st_mode & 0o777 == 0o600
-    assert keys.fingerprint(keys.public_line(vault.key)) in done.stdout
+    assert keys.fingerprint(keys.public_line(vault.key)) in said
     applied = joining.read(joining.Application, node.application)
     applied.check(node.application)
     assert (applied.name, applied.partition_id, applied.vault_key) == ("clinic", 1, keys.public_line(vault.key))
@@ -120,13 +118,19 @@ def test_no_setting_stands_in_two_files(make_node, own):
     assert set(own) == {"version", "partition_id", "name", "data", "labels", "budget_epsilon"}
 
 
-@pytest.mark.parametrize("name", ["node.toml", "vault.toml"])
-def test_a_file_of_another_version_is_refused_by_name(make_node, name):
-    path = make_node().folder / name
-    assert path.read_text().count("version = 1\n") == 1
-    path.write_text(path.read_text().replace("version = 1\n", "version = 3\n"))
-    with pytest.raises(InputError, match=rf"{name}: is version 3; this is fedpriv \S+, which reads 1: "):
-        Node.read(path.parent)
+def test_a_file_of_another_version_or_with_a_wrong_value_is_refused_by_name(make_node):
+    node = make_node()
+    for name, line, said in (("node.toml", 'data = "x.csv"', "'x.csv'"), ("vault.toml", "budget_epsilon = -1", "-1")):
+        path, key = node.folder / name, line.partition(" =")[0]
+        text = path.read_text()
+        assert text.count("version = 1\n") == 1
+        path.write_text(text.replace("version = 1\n", "version = 3\n"))
+        with pytest.raises(InputError, match=rf"{name}: is version 3; this is fedpriv \S+, which reads 1: "):
+            Node.read(node.folder)
+        path.write_text(f"{text}{line}\n")
+        with pytest.raises(InputError, match=f"{name}: {key} = {said}: "):
+            Node.read(node.folder)
+        path.write_text(text)
 
 
 def test_an_invitation_says_what_is_planned_and_its_labels_are_the_nodes(tmp_path, invite, table):
@@ -243,17 +247,6 @@ def test_start_refuses_a_taken_port_and_an_open_key(make_node):
     node.vault.key.chmod(0o644)
     with pytest.raises(InputError, match="chmod 600"):
         supernode.start(node, print)
-
-
-def test_settings_file_with_a_wrong_value_is_named(make_node):
-    node = make_node()
-    (node.folder / "vault.toml").write_text('partition_id = "one"\nname = "n"\n')
-    with pytest.raises(InputError, match=r"vault\.toml: partition_id = 'one': "):
-        Node.read(node.folder)
-    (node.folder / "vault.toml").write_text('partition_id = 1\nname = "n"\n')
-    (node.folder / "node.toml").write_text('superlink = "h.org:1"\ndata = "x.csv"\n')
-    with pytest.raises(InputError, match=r"node\.toml: data = 'x.csv': "):
-        Node.read(node.folder)
 
 
 PLAN = {"data": "on-nodes", "labels": ",".join(LABELS), "rounds": 20, "purpose": "triage", "until": "2999-06-30"}

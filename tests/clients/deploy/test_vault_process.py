@@ -108,32 +108,24 @@ def with_client_user(node: Node, name: str) -> Node:
     return Node.read(node.folder)
 
 
-def test_without_a_user_for_it_the_supernode_reads_the_nodes_own_key(node):
+NEITHER = "must be neither root nor the owner"
+WRONG_USERS = {
+    **dict.fromkeys(["-1", "+1", "1e3", " 1", "\u0661", "1x", str(2**31), "9" * 30], "client_user = "),
+    # However they are written.
+    **dict.fromkeys(["root", "0", "00", str(os.geteuid())], NEITHER),
+    "nobody-of-that-name": "client_user = 'nobody-of-that-name': this machine has no such user",
+}
+
+
+def test_who_the_supernodes_user_may_be(node):
     users = separate_users.prepared(node, os.environ)
-    assert (users.vault, users.client, users.key) == (None, None, node.key)
+    assert (users.vault, users.client, users.key) == (None, None, node.key), "none: it reads the node's own key"
     assert node.folder.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("name", ["-1", "+1", "1e3", " 1", "\u0661", "1x", str(2**31), "9" * 30])
-def test_what_is_neither_a_name_nor_a_number_is_no_user(node, name):
-    with pytest.raises(InputError, match="client_user = "):
-        separate_users.client_of(with_client_user(node, name))
-
-
-def test_a_number_without_a_name_is_a_user_without_other_groups(node):
     user = separate_users.client_of(with_client_user(node, "10002"))
     assert (user.name, user.uid, user.gid, user.groups) == ("10002", 10002, 10002, (10002,))
-
-
-@pytest.mark.parametrize("name", ["root", "0", "00", str(os.geteuid())])
-def test_the_supernodes_user_is_neither_root_nor_the_vaults_however_it_is_written(node, name):
-    with pytest.raises(InputError, match="must be neither root nor the owner"):
-        separate_users.client_of(with_client_user(node, name))
-
-
-def test_a_user_that_does_not_exist_is_named(node):
-    with pytest.raises(InputError, match="client_user = 'nobody-of-that-name': this machine has no such user"):
-        supernode.start(with_client_user(node, "nobody-of-that-name"), print)
+    for name, message in WRONG_USERS.items():
+        with pytest.raises(InputError, match=message):
+            separate_users.client_of(with_client_user(node, name))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may start processes of any user")
@@ -146,17 +138,13 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start p
 
 
 @needs_root
-def test_a_user_who_cannot_run_this_checkout_is_told_so(node, monkeypatch):
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="no other Python")
+def test_a_user_who_cannot_run_this_checkout_or_reach_the_folder_is_told_so(node, monkeypatch):
+    node = with_client_user(node, "nobody")
     monkeypatch.setattr(sys, "executable", str(node.vault.key))  # nobody may run it
     with pytest.raises(InputError, match="client_user = 'nobody': cannot run"):
-        separate_users.prepared(with_client_user(node, "nobody"), os.environ)
-
-
-@needs_root
-@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="no other Python")
-def test_a_user_who_cannot_reach_the_folder_is_told_which_file_it_needs(node, monkeypatch):
+        separate_users.prepared(node, os.environ)
     monkeypatch.setattr(sys, "executable", "/usr/bin/python3")  # anyone may run it
-    node = with_client_user(node, "nobody")
     node.folder.parent.chmod(0o700)
     with pytest.raises(InputError, match=r"cannot read /.*/ca\.crt: Permission denied; run chmod a\+r on it, and a\+x"):
         separate_users.prepared(node, os.environ)
@@ -167,7 +155,14 @@ def test_the_supernodes_user_owns_flowers_folder_and_reads_nothing_else(node, mo
     # Whether that user can run this Python depends on the machine, so the probe is left out here.
     monkeypatch.setattr(separate_users, "_probe", lambda *_: None)
     node = with_client_user(node, "nobody")
+    # Links that this user left are not followed.
+    secret = node.folder / "ledger.sqlite"
+    secret.write_text("mine")
+    for name in ("node.key", "link"):
+        (node.flower_home / name).symlink_to(secret)
     users = separate_users.prepared(node, os.environ)
+    assert (secret.read_text(), secret.stat().st_uid) == ("mine", os.geteuid())
+    assert not (node.flower_home / "node.key").is_symlink()
     nobody = pwd.getpwnam("nobody")
     assert users.client is not None
     assert users.client.uid == nobody.pw_uid
@@ -181,13 +176,8 @@ def test_the_supernodes_user_owns_flowers_folder_and_reads_nothing_else(node, mo
     opened = subprocess.run(["sh", "-c", script], **options)
     *own, copy = opened.stdout.split()
     assert "0" not in own
-    if os.access(node.folder.parent, os.X_OK) and _passable(node.folder):
+    if all(parent.stat().st_mode & 0o001 for parent in node.folder.parents):
         assert copy == "0", opened.stderr
-
-
-def _passable(folder: Path) -> bool:
-    """Whether others may pass through all folders above."""
-    return all(parent.stat().st_mode & 0o001 for parent in folder.parents)
 
 
 class Became(Exception):  # noqa: N818 - it is no error
@@ -230,17 +220,3 @@ def test_what_a_bundle_leaves_in_flowers_folder_never_runs_by_itself(node):
     done = subprocess.run(command, cwd=node.flower_home, env=variables, capture_output=True, check=False)
     assert done.returncode != 77
     assert done.stderr.startswith(b"usage: approved_supernode.py")
-
-
-@needs_root
-def test_links_that_the_supernodes_user_left_are_not_followed(node, monkeypatch):
-    monkeypatch.setattr(separate_users, "_probe", lambda *_: None)
-    node = with_client_user(node, "nobody")
-    secret = node.folder / "ledger.sqlite"
-    secret.write_text("mine")
-    (node.flower_home / "node.key").symlink_to(secret)
-    (node.flower_home / "link").symlink_to(secret)
-    separate_users.prepared(node, os.environ)
-    assert secret.read_text() == "mine"
-    assert secret.stat().st_uid == os.geteuid()
-    assert not (node.flower_home / "node.key").is_symlink()

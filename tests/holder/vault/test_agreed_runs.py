@@ -34,9 +34,8 @@ def node(tiny_bert, tmp_path):
     workbench.forget()
 
     def build(agreed=None, **settings):
-        made = make_node(
-            tmp_path / "node", ROWS, num_registered=40, models={"tiny": tiny_bert}, settings=UNTIMED | settings
-        )
+        own = {"num_registered": 40, "models": {"tiny": tiny_bert}, "settings": UNTIMED | settings}
+        made = make_node(tmp_path / "node", ROWS, **own)
         if agreed is not None:
             made.settings.agreed.write_text(admission.agreed_text([terms_of(agreed)]))
         return made
@@ -89,48 +88,42 @@ def test_a_run_that_waits_is_taken_once_the_operator_agrees_and_so_is_the_first(
 def test_a_run_ends_for_a_node_on_the_day_that_it_names(node):
     over = run_config(until="2020-02-29")
     assert "until = 2020-02-29: is over" in ask(node(over), registering(over)).response.reason
+    for until in ("2026-02-30", "tomorrow"):
+        with pytest.raises(ValueError, match="until"):
+            parse({"until": until})
 
 
-@pytest.mark.parametrize("until", ["2026-02-30", "tomorrow"])
-def test_an_end_that_is_no_day_is_refused(until):
-    with pytest.raises(ValueError, match="until"):
-        parse({"until": until})
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({}, ""),
-        ({"noise_multiplier": 0.5}, "noise_multiplier = 0.5: round 1 of the run agreed to asks for 1.0"),
-        ({"num_rounds": 30}, "num_rounds = 30: round 1 of the run agreed to asks for 3"),
-        ({"local_steps": 2}, "local_steps = 2: round 1 of the run agreed to asks for 1"),
-        ({"sampling_probability": 1.0}, "sampling_probability = 1.0: round 1 of the run agreed to asks for 0.0"),
-    ],
-)
-def test_a_request_that_its_own_run_does_not_make_is_refused_uncharged(node, start, fields, reason):
+def test_a_request_that_its_own_run_does_not_make_is_refused_uncharged(node, start):
     """The configuration is the one agreed to, and the instruction is not its own."""
     own = node(run_config())
-    answer = ask(own, training(run_config(), start, fields=fields))
-    assert (answer.code, reason in answer.response.reason) == (REFUSED if reason else 0, True), answer
-    assert num_charges(own) == (not reason)
+    for fields, agreed in (
+        ({"noise_multiplier": 0.5}, "1.0"),
+        ({"num_rounds": 30}, "3"),
+        ({"local_steps": 2}, "1"),
+        ({"sampling_probability": 1.0}, "0.0"),
+    ):
+        ((name, value),) = fields.items()
+        answer = ask(own, training(run_config(), start, fields=fields))
+        expected = f"{name} = {value}: round 1 of the run agreed to asks for {agreed}"
+        assert (answer.code, expected in answer.response.reason) == (REFUSED, True), answer
+    assert num_charges(own) == 0
+    assert ask(own, training(run_config(), start)).code == 0
 
 
-@pytest.mark.parametrize(
-    ("round_", "z", "q", "reason"),
-    [
+def test_a_round_has_the_noise_that_the_schedule_has_for_it_and_not_that_of_another(node, start):
+    run = run_config(noise_schedule="[[3, 0.5], [1, 1], [2, 0.5]]")
+    own = node(run)
+    for round_, z, q, reason in (
         (1, 3.0, 0.5, ""),
         (2, 1.0, 1.0, ""),
         (1, 1.0, 0.5, "noise_multiplier = 1.0: round 1 of the run agreed to asks for 3.0"),
         (1, 3.0, 1.0, "sampling_probability = 1.0: round 1 of the run agreed to asks for 0.5"),
         (4, 2.0, 0.5, "round = 4: the run agreed to has rounds = 3"),
-    ],
-)
-def test_a_round_has_the_noise_that_the_schedule_has_for_it_and_not_that_of_another(node, start, round_, z, q, reason):
-    run = run_config(noise_schedule="[[3, 0.5], [1, 1], [2, 0.5]]")
-    own = node(run)
-    answer = ask(own, training(run, start, round_=round_, fields={"noise_multiplier": z, "sampling_probability": q}))
-    assert (answer.code, reason in answer.response.reason) == (REFUSED if reason else 0, True), answer
-    assert num_charges(own) == (not reason)
+    ):
+        noise = {"noise_multiplier": z, "sampling_probability": q}
+        answer = ask(own, training(run, start, round_=round_, fields=noise))
+        assert (answer.code, reason in answer.response.reason) == (REFUSED if reason else 0, True), answer
+    assert num_charges(own) == 2
 
 
 def test_a_run_and_a_charge_have_a_line_each_in_the_log(node, start, caplog, monkeypatch):
@@ -151,7 +144,7 @@ def test_a_run_and_a_charge_have_a_line_each_in_the_log(node, start, caplog, mon
     assert "round 2 of 3, alone, effective noise 1; what is spent by now is not known" in lines[2]
 
 
-@pytest.mark.parametrize("settings", [{}, {"require_secure_sums": True}])
+@pytest.mark.parametrize("settings", [{}, {"require_secure_sums": True}], ids=["of the run", "of the operator"])
 def test_where_sums_were_agreed_no_upload_leaves_alone(node, start, settings):
     sums = run_config(**SUMS)
     own = node(None if settings else sums, **settings)
