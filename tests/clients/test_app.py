@@ -1,8 +1,5 @@
 """What leaves a client when something goes wrong: nothing that a record, a label or a path could be in."""
 
-import csv
-from pathlib import Path
-
 import pytest
 from flwr.app import Context, Message, RecordDict
 
@@ -32,8 +29,7 @@ def test_registration_states_public_numbers_alone(small_run):
 @pytest.mark.parametrize("kind", [TRAIN, REGISTER])
 def test_a_failure_is_told_without_its_cause(small_run, tmp_path, kind):
     secret = tmp_path / "secret.csv"
-    with Path(secret).open("w", newline="") as file:
-        csv.writer(file).writerows([["text", "label", "site"], ["Jane Doe has a rash", "only-one-label", "s"]])
+    secret.write_text("text,label,site\nJane Doe has a rash,only-one-label,s\n")
     reply = ask({**small_run, "data": str(secret)}, kind, **{TRUST_KEY: True})
     assert reply.error.code == FAILED
     assert "log" in reply.error.reason

@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 
 from clients import node
 from clients.app import app, request_of
-from fedpriv.config import ON_NODES, parse, to_flower
+from fedpriv.config import parse, to_flower
 from fedpriv.errors import InputError
 from fedpriv.holder.vault.answer import settle
 from fedpriv.holder.vault.holder import bench_of, run_of
@@ -41,15 +41,17 @@ def settings(records, tiny_bert, tmp_path) -> VaultSettings:
 
 
 @pytest.fixture
-def context(small_run, table, settings) -> Context:
-    config = parse(
-        {
-            **{key: value for key, value in small_run.items() if key != "client_column"},
-            **{"data": ON_NODES, "test_data": str(table), "labels": ",".join(LABELS), "num_clients": 3},
-            "simulate": False,
-        }
-    )
-    return Context(1, 7, {node.FOLDER_KEY: str(settings.folder)}, RecordDict(), to_flower(config))
+def context(run_on_nodes, settings) -> Context:
+    config = to_flower(parse(run_on_nodes))
+    return Context(1, 7, {node.FOLDER_KEY: str(settings.folder)}, RecordDict(), config)
+
+
+def refusal(context: Context, **changes: object) -> str:
+    """Why a node refuses to register in a run with these changes."""
+    moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, **changes})
+    reply = app(asked(REGISTER), moved)
+    assert reply.error.code == REFUSED
+    return reply.error.reason
 
 
 def registration(context: Context) -> kinds.Registration:
@@ -84,9 +86,8 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
     assert [event in events for event in ("registered", "charged", "released")] == [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
+def test_a_run_decides_nothing_that_its_operator_has_decided(context):
+    for values, reason in (
         ({"data": "embedded"}, "holds records of its own"),
         ({"data": "other.csv"}, "holds records of its own"),
         ({"num_clients": 1}, "partition-id = 1: must lie in 0..0"),
@@ -95,13 +96,8 @@ def test_it_trains_on_them_and_notes_what_it_did(context, settings):
         ({"model": "all-MiniLM-L6-v2"}, "has not approved it"),
         ({"max_length": 513}, "above this node's maximum 512"),
         ({"task": "CAUSAL_LM"}, "does not suit this node's records"),
-    ],
-)
-def test_a_run_decides_nothing_that_its_operator_has_decided(context, values, reason):
-    moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, **values})
-    reply = app(asked(REGISTER), moved)
-    assert reply.error.code == REFUSED
-    assert reason in reply.error.reason
+    ):
+        assert reason in refusal(context, **values)
 
 
 def test_the_runs_columns_do_not_choose_the_nodes(context):
@@ -111,45 +107,31 @@ def test_the_runs_columns_do_not_choose_the_nodes(context):
 
 
 def test_a_node_without_records_takes_no_part_in_such_a_run(context):
-    bare = Context(1, 7, {node.CLIENT_KEY: 1}, RecordDict(), context.run_config)
-    reply = app(asked(REGISTER), bare)
-    assert reply.error.code == REFUSED
-    assert "no records of its own" in reply.error.reason
+    assert "no records of its own" in refusal(Context(1, 7, {node.CLIENT_KEY: 1}, RecordDict(), context.run_config))
 
 
-@pytest.mark.parametrize(
-    ("harm", "reason"),
-    [
-        ("closed", "closed: this node takes part"),
-        ("ledger", "operator has registered none"),
-        ("models", "has not approved it"),
-        ("budget", "but no budget"),
-    ],
-)
-def test_a_node_that_its_operator_has_not_finished_takes_no_part(context, settings, tiny_bert, harm, reason):
-    if harm == "closed":
-        settings.closed.write_text("a record killed the vault")
-    elif harm == "ledger":
-        for path in settings.folder.glob("ledger.sqlite*"):
-            path.unlink()
-    elif harm == "models":
-        settings.models.unlink()
-    else:
-        make_vault(settings.folder, settings.data, tiny_bert, budget_epsilon=None)
-    reply = app(asked(REGISTER), context)
-    assert reply.error.code == REFUSED
-    assert reason in reply.error.reason
+def test_a_node_that_its_operator_has_not_finished_takes_no_part(context, settings, tiny_bert):
+    settings.closed.write_text("a record killed the vault")
+    assert "closed: this node takes part" in refusal(context)
+    settings.closed.unlink()
+    approved = settings.models.read_text()
+    settings.models.unlink()
+    assert "has not approved it" in refusal(context)
+    settings.models.write_text(approved)
+    make_vault(settings.folder, settings.data, tiny_bert, budget_epsilon=None)
+    assert "but no budget" in refusal(context)
+    make_vault(settings.folder, settings.data, tiny_bert)
+    for path in settings.folder.glob("ledger.sqlite*"):
+        path.unlink()
+    assert "operator has registered none" in refusal(context)
 
 
 def test_a_model_whose_files_changed_since_it_was_approved_is_not_run(context, settings, tiny_bert, tmp_path):
     copy = tmp_path / "model"
     shutil.copytree(tiny_bert, copy)
     make_vault(settings.folder, settings.data, copy)
-    moved = Context(1, 7, dict(context.node_config), RecordDict(), {**context.run_config, "model": str(copy)})
     (copy / "tokenizer.json").write_text("{}")
-    reply = app(asked(REGISTER), moved)
-    assert reply.error.code == REFUSED
-    assert "changed since this node's operator approved them" in reply.error.reason
+    assert "changed since this node's operator approved them" in refusal(context, model=str(copy))
 
 
 def test_the_run_needs_classes_but_no_test_set(context):

@@ -118,14 +118,9 @@ def played(
         seeds |= {k: opened(reveals, "self_shares", k) for k in survivors}
         dropped = set(TERMS.by_client) - set(survivors)
         private |= {k: mask_private_key(opened(reveals, "mask_shares", k), k, TERMS) for k in dropped}
-    view = View(
-        vectors={k: vector for k, (_, vector) in masked.items()},
-        peers=peers,
-        public={k: advertisement.mask_key for k, advertisement in shown.items()},
-        private=private,
-        seeds=seeds,
-        values=values,
-    )
+    vectors = {k: vector for k, (_, vector) in masked.items()}
+    public = {k: advertisement.mask_key for k, advertisement in shown.items()}
+    view = View(vectors=vectors, peers=peers, public=public, private=private, seeds=seeds, values=values)
     return view, {k: state for k, (state, _) in shared.items()}
 
 

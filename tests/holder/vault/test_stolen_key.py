@@ -87,9 +87,12 @@ def loot_of(vault: VaultSettings, folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def stolen(site, tmp_path_factory) -> dict[int, dict[str, Path]]:
-    """{peer of the victim: the private keys that a thief has of it}."""
+    """{peer of the victim: the private keys that a thief has of it}, of which none is of a vault."""
     folder = tmp_path_factory.mktemp("thief")
-    return {c: loot_of(vault, folder / str(c)) for c, vault in site.vaults.items() if c != VICTIM}
+    found = {c: loot_of(vault, folder / str(c)) for c, vault in site.vaults.items() if c != VICTIM}
+    for client, keys_of_peer in found.items():
+        assert keys_of_peer.keys() == {keys.public_line(site.vaults[client].folder / "node.key")}
+    return found
 
 
 class Refused(Exception):  # noqa: N818
@@ -132,7 +135,7 @@ def victims_vector(site: Coordinator, terms: Terms, private: Mapping[int, Path])
     return sums.recover(signed, {c: peer.reveal(signed.message()) for c, peer in peers.items()}).values
 
 
-def test_the_thief_plays_no_peer_of_a_victim(site, stolen, monkeypatch):
+def test_the_thief_finds_no_key_of_a_vault_and_plays_no_peer_of_a_victim(site, stolen, monkeypatch):
     """Where the vaults signed with node.key, every value of the victim's own vector was read in this way."""
     sent = []
     monkeypatch.setattr(_summed, "integers", lambda *a, whole=_summed.integers: sent.append(whole(*a)) or sent[-1])
@@ -146,11 +149,6 @@ def test_the_thief_plays_no_peer_of_a_victim(site, stolen, monkeypatch):
     assert "its registered key did not sign these keys for these terms" in reason
     assert not sent
     assert site.charges(VICTIM, "stolen") == []
-
-
-def test_the_thief_finds_no_key_of_a_vault(site, stolen):
-    for client, found in stolen.items():
-        assert found.keys() == {keys.public_line(site.vaults[client].folder / "node.key")}
 
 
 def test_a_key_that_a_supernode_reads_is_no_identity_even_if_it_was_approved(site, stolen):

@@ -111,6 +111,12 @@ def replaced(old: str, new: str) -> Callable[[bytes], bytes]:
     return change
 
 
+def with_longer_header(sent: bytes) -> bytes:
+    """The frame, which states one byte more of a header and one less of a body."""
+    header, body = (int.from_bytes(sent[at : at + 4], "big") for at in (0, 4))
+    return (header + 1).to_bytes(4, "big") + (body - 1).to_bytes(4, "big") + sent[8:]
+
+
 ROW = b'"dtype":"F32"'
 HARMS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut off": (lambda sent: sent[:-1], "its length"),
@@ -118,14 +124,7 @@ HARMS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "shorter than a prefix": (lambda sent: sent[:5], "its length"),
     "a header of gigabytes": (lambda sent: b"\xff" + sent[1:], "at most"),
     "a body of gigabytes": (lambda sent: sent[:4] + b"\xff" + sent[5:], "at most"),
-    "bytes moved from body to header": (
-        lambda sent: (
-            (int.from_bytes(sent[:4], "big") + 1).to_bytes(4, "big")
-            + (int.from_bytes(sent[4:8], "big") - 1).to_bytes(4, "big")
-            + sent[8:]
-        ),
-        "not JSON",
-    ),
+    "bytes moved from body to header": (with_longer_header, "not JSON"),
     "another version": (replaced('"version": 1', '"version": 2'), "of version 1"),
     "no header": (lambda sent: with_header(sent, lambda _: "[]"), "of version 1"),
     "a header too deep": (lambda sent: with_header(sent, lambda _: "[" * 10**5), "not JSON"),
