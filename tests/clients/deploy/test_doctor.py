@@ -101,14 +101,13 @@ def test_what_the_operator_left_open_fails_by_name(node, name: str, spoil: Calla
     assert said in failed(node)[name]
 
 
-def test_a_node_that_decided_everything_passes_whatever_the_file_holds(node):
+def test_a_node_that_decided_everything_passes_whatever_the_file_holds_and_one_of_the_corpus_needs_code_alone(
+    node, make_node
+):
+    assert set(failed(make_node("corpus"))) == {"approved"}
     assert failed(node) == {}
     node.vault.data.write_bytes(b"\xff\0 no table at all")
     assert failed(node) == {}, "what the file holds is not looked at"
-
-
-def test_a_node_of_the_corpus_needs_code_alone(make_node):
-    assert set(failed(make_node())) == {"approved"}
 
 
 def test_a_coordinator_whose_address_answers_strangers(make_node, server):
@@ -142,10 +141,8 @@ def test_a_restored_ledger_is_noticed_and_recovered(node, tmp_path, counted):
     said = failed(node)["newest"]
     assert "this node has signed charge 2" in said
     assert f"`fedpriv ledger recover {node.vault.ledger} --from" in said
-    fedpriv(
-        *("ledger", "recover", node.vault.ledger, "--from", counter if counted else node.vault.receipts),
-        *("--reason", "a backup of 3 May"),
-    )
+    kept = counter if counted else node.vault.receipts
+    fedpriv("ledger", "recover", node.vault.ledger, "--from", kept, "--reason", "a backup of 3 May")
     assert failed(node) == {}
     assert check(node, "newest").detail.startswith("2 charges, none is known that the ledger lacks; RECOVERED on")
     charge(node, 3)
@@ -179,6 +176,8 @@ def test_a_node_that_runs_needs_no_free_port(node, monkeypatch):
     """Another program there, or the SuperNode of another node, is still in its way."""
     with socket.create_server(("127.0.0.1", node.port)):
         assert "stop the program that uses it" in failed(node)["port"]
+        vault, found = doctor.health(node)
+        assert (vault.ok, found.ok, "another program listens" in found.detail) == (False, False, True)
         other = replace(node, vault=replace(node.vault, folder=node.folder.parent))
         for runs, expected in ((other, {"port"}), (node, set())):
             command = ["sleep", *separate_users.program(runs)[1:]]  # as the SuperNode's, but for its program
@@ -202,13 +201,6 @@ def test_what_proc_hides_is_not_taken_for_another_program(node, monkeypatch, tmp
             assert [check.ok for check in doctor.health(node)] == [True, True]
 
 
-def test_health_takes_no_other_program_for_the_supernode(node):
-    with socket.create_server(("127.0.0.1", node.port)):
-        vault, found = doctor.health(node)
-    assert not vault.ok
-    assert (found.ok, "another program listens" in found.detail) == (False, True)
-
-
 @pytest.mark.parametrize("closed", [".", "site", "site/node/ca.crt"])
 def test_a_way_that_is_closed_to_the_supernodes_user_fails_as_start_would_until_the_advice_is_taken(
     node, tmp_path, monkeypatch, closed
@@ -229,7 +221,9 @@ def test_a_way_that_is_closed_to_the_supernodes_user_fails_as_start_would_until_
     assert "client_user" not in failed(node)
 
 
-def test_the_runs_that_are_agreed_to_the_one_that_waits_and_the_time_of_replies_are_told(node):
+def test_the_device_the_runs_that_are_agreed_to_the_one_that_waits_and_the_time_of_replies_are_told(node):
+    changed(node, device="cuda:0")
+    assert check(node, "device").detail == "cuda:0, with a pass of its own for each record"
     assert check(node, "runs").detail == "any that policy.toml allows"
     assert check(node, "replies").detail == "leave when measurements say; no run has asked yet"
     run = terms_of(parse({"purpose": "triage", "rounds": 20}))
@@ -287,8 +281,3 @@ def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node,
     assert f"run `fedpriv node new-key {node.folder}`" in failed(node)["vault.key"]
     with pytest.raises(InputError, match="new-key"):
         supernode.prepare(node)
-
-
-def test_the_device_is_the_operators_and_told(node):
-    changed(node, device="cuda:0")
-    assert check(node, "device").detail == "cuda:0, with a pass of its own for each record"

@@ -103,19 +103,15 @@ def test_init_writes_nothing_when_something_is_wrong(tmp_path, invite, asked, op
     assert not list(tmp_path.iterdir())
 
 
-def test_all_that_the_client_app_is_told_is_the_socket_the_partition_and_the_name(make_node, own):
+def test_no_setting_stands_in_two_files_and_the_client_app_is_told_socket_partition_and_name(make_node, own):
     node = make_node("no de\"'=1", **own, delta=1e-6)
+    connection, own = (tomllib.loads((node.folder / name).read_text()) for name in ("node.toml", "vault.toml"))
+    assert set(connection) == {"version", "superlink", "port"}
+    assert set(own) == {"version", "partition_id", "name", "data", "labels", "budget_epsilon", "delta"}
     node.node_config_file.write_text(tomli_w.dumps(node.node_config))
     read = parse_config_args([str(node.node_config_file)])
     assert read == node.node_config
     assert read == {"vault": str(node.folder / "vault.sock"), "partition-id": 1, "name": "clinic"}
-
-
-def test_no_setting_stands_in_two_files(make_node, own):
-    node = make_node(**own)
-    connection, own = (tomllib.loads((node.folder / name).read_text()) for name in ("node.toml", "vault.toml"))
-    assert set(connection) == {"version", "superlink", "port"}
-    assert set(own) == {"version", "partition_id", "name", "data", "labels", "budget_epsilon"}
 
 
 def test_a_file_of_another_version_or_with_a_wrong_value_is_refused_by_name(make_node):
@@ -262,6 +258,9 @@ def test_what_is_planned_is_told_with_its_cost_kept_and_another_run_is_agreed_to
         "a round that is asked again costs again",
     ):
         assert line in told.splitlines(), told
+    without = kit("init", tmp_path / "other", *heard(invite(run=PLAN | {"noise_multiplier": 8.0})))
+    assert re.search(r"^cost: epsilon \d+\.\d\d on the local view, at delta 1e-05$", without, re.M), without
+    assert "contact: nobody is named" in without
     vault = Node.read(tmp_path / "node").vault
     (agreed,) = agreed_runs(vault.agreed)
     assert (agreed["rounds"], agreed["target_epsilon"], agreed["purpose"]) == (20, 2.0, "triage")
@@ -274,12 +273,6 @@ def test_what_is_planned_is_told_with_its_cost_kept_and_another_run_is_agreed_to
     assert [run["rounds"] for run in agreed_runs(vault.agreed)] == [30, 20]
     assert not vault.waiting.exists()
     assert history.read(tmp_path / "node")[-1].file == "agreed-runs.toml"
-
-
-def test_an_invitation_without_a_target_says_what_its_noise_costs(tmp_path, invite):
-    told = kit("init", tmp_path / "node", *heard(invite(run=PLAN | {"noise_multiplier": 8.0})))
-    assert re.search(r"^cost: epsilon \d+\.\d\d on the local view, at delta 1e-05$", told, re.M), told
-    assert "contact: nobody is named" in told
 
 
 def test_a_backup_of_a_node_in_use_is_a_node_whose_ledger_lacks_nothing(make_node, own, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def log(node: Node, *events: dict[str, object]) -> None:
         file.writelines(json.dumps(event) + "\n" for event in events)
 
 
-def test_the_account_is_that_of_the_ledger(node):
+def test_the_account_is_that_of_the_ledger_whose_budget_ends_and_which_may_be_a_restored_one(node):
     before = samples(node, "ledger")
     assert value(before, "fedpriv_releases_total") == 0
     charge(node, 1, 2, 3)
@@ -69,17 +69,14 @@ def test_the_account_is_that_of_the_ledger(node):
     assert spent + left == value(found, "fedpriv_epsilon_budget") == 4
     assert value(found, "fedpriv_rounds_left") > 1
     assert 0 < value(found, "fedpriv_budget_used_ratio") < 0.9
+    assert value(found, "fedpriv_ledger_usable") == 1
     assert not firing(found)
-
-
-def test_a_restored_ledger_is_no_ledger_that_can_be_used(node):
-    """The vault refuses everything then, whoever has shown it the receipt of what the ledger lacks."""
-    charge(node, 1)
-    figures = metrics.sources(node)[1]
-    assert value(parsed(text_of(figures)), "fedpriv_ledger_usable") == 1
-    lost = Receipt(data_set="d" * 32, counter=2, previous="e" * 64).signed(node.vault.key)
+    charge(node, 4, 5, 6, noise_multiplier=1.2)
+    assert firing(samples(node, "ledger")) == {"BudgetNearlyUsed", "BudgetSpent"}
+    # After a receipt of what it lacks a ledger is a restored one, and the vault refuses everything.
+    lost = Receipt(data_set="d" * 32, counter=7, previous="e" * 64).signed(node.vault.key)
     ReceiptWatch.in_folder(node.vault).keep(lost)
-    assert value(parsed(text_of(figures)), "fedpriv_ledger_usable") == 0
+    assert value(samples(node, "ledger"), "fedpriv_ledger_usable") == 0
 
 
 def test_what_became_of_a_charge_changes_nothing(node):
@@ -156,11 +153,6 @@ def test_a_clock_that_is_apart_from_the_coordinators_fires_and_a_slow_answer_doe
         with serving(server, clock_offset=timedelta(seconds=seconds)) as port:
             found = samples(replace(node, superlink=f"127.0.0.1:{port}"), "coordinator")
         assert firing(found) == ({"ClockApart"} if seconds else set())
-
-
-def test_a_budget_that_ends_fires(node):
-    charge(node, *range(1, 4), noise_multiplier=1.2)
-    assert firing(samples(node, "ledger")) == {"BudgetNearlyUsed", "BudgetSpent"}
 
 
 def test_a_node_writes_them_from_a_process_that_ends_with_it(node, make_node):

@@ -102,11 +102,3 @@ def test_either_side_ends_a_run_at_its_own_limit(tmp_path):
     run(averaging(), [UpdateMod(account_of, clip_norm=CLIP, noise_multiplier=NOISE)])
     assert 0 < charges(tmp_path / "client 0.sqlite") < ROUNDS
     assert account_of(contexts(CLIENTS)[11]).spent().epsilon <= 2.0
-
-
-def test_flowers_accountant_counts_what_the_server_says_it_sent():
-    """It is told of a release after the noise; nothing of it is on a disk, and its state is the app's to keep."""
-    accountant = accounted().accountant
-    assert accountant is not None
-    assert accountant.num_releases == 0
-    assert set(accountant.state_dict()) == {"schema_version", "backend", "config", "orders", "compositions"}
