@@ -102,25 +102,17 @@ def test_what_would_let_one_holder_stand_for_two_is_refused(node, key, listed, r
     assert approved_peers(node.vault.peers).keys() == {2}
 
 
-@pytest.mark.parametrize("own", ["missing", "another"])
-def test_a_roster_with_another_key_for_this_node_is_refused(node, key, own):
+def test_a_roster_with_another_key_for_this_node_or_that_of_a_supernode_is_refused(node, key):
     path = roster(node, clara_2=key("clara"))
-    values = tomllib.loads(path.read_text())
-    if own == "missing":
-        values["members"] = values["members"][1:]
-    else:
-        values["members"][0]["vault_key"] = keys.read_public_line(key("other"))
-    path.write_text(tomli_w.dumps(values))
-    refused = approve(node, path, code=2)
-    assert f"whose vault.key has {keys.fingerprint(keys.public_line(node.vault.key))}; tell the coordinator" in refused
-
-
-def test_the_key_of_a_supernode_is_no_key_of_a_vault(node):
-    path = roster(node)
-    values = tomllib.loads(path.read_text())
-    values["members"].append({"partition_id": 2, "name": "x", "vault_key": keys.public_line(node.key)})
-    path.write_text(tomli_w.dumps(values))
-    assert "must be one line `ssh-ed25519 ...`" in approve(node, path, code=2)
+    (own, clara), other = tomllib.loads(path.read_text())["members"], keys.read_public_line(key("other"))
+    tell = f"whose vault.key has {keys.fingerprint(keys.public_line(node.vault.key))}; tell the coordinator"
+    for members, reason in (
+        ([clara], tell),
+        ([own | {"vault_key": other}, clara], tell),
+        ([own, clara | {"vault_key": keys.public_line(node.key)}], "must be one line `ssh-ed25519 ...`"),
+    ):
+        path.write_text(tomli_w.dumps({"version": 1, "members": members}))
+        assert reason in approve(node, path, code=2)
 
 
 def test_a_peer_that_exchanged_its_key_is_approved_again(node, key):
@@ -144,12 +136,12 @@ def test_what_an_earlier_version_approved_approves_nobody_until_it_is_replaced(m
     assert peers_check(node)[0]
 
 
-@pytest.mark.parametrize("name", ["clara.pub", "02.pub", "-1.pub", ".pub"])
-def test_a_file_that_names_no_partition_is_refused(node, key, name):
-    node.vault.peers.mkdir()
-    (node.vault.peers / name).write_text(key("clara").read_text())
-    with pytest.raises(InputError, match=r"must be named PARTITION-ID\.pub"):
-        approved_peers(node.vault.peers)
+def test_a_file_that_names_no_partition_is_refused(tmp_path):
+    for name in ("clara.pub", "02.pub", "-1.pub", ".pub"):
+        (peers := tmp_path / f"with {name}").mkdir()
+        (peers / name).touch()
+        with pytest.raises(InputError, match=r"must be named PARTITION-ID\.pub"):
+            approved_peers(peers)
 
 
 def peers_check(node: Node, **settings: object) -> tuple[bool, str]:
@@ -162,9 +154,8 @@ def peers_check(node: Node, **settings: object) -> tuple[bool, str]:
 def test_the_doctor_counts_peers_where_the_budget_is_for_sums(make_node, own, key):
     node = make_node(**own)
     assert peers_check(node) == (True, "none: takes part in no secure sum")
-    assert peers_check(node, budget_view="aggregate")[1].endswith(
-        "0 approved, min_survivors = 3 needs 2 or more; run `approve-peers`"
-    )
+    few = "0 approved, min_survivors = 3 needs 2 or more; run `approve-peers`"
+    assert peers_check(node, budget_view="aggregate")[1].endswith(few)
     peers = key("peer-0"), key("peer-2")
     approve(node, roster(node, anna_0=peers[0], clara_2=peers[1]), *peers)
     first, second = (keys.fingerprint(keys.read_public_line(peer)) for peer in peers)
@@ -174,7 +165,7 @@ def test_the_doctor_counts_peers_where_the_budget_is_for_sums(make_node, own, ke
     )
     assert not peers_check(node, budget_view="aggregate", min_survivors=4)[0]
     ok, reason = peers_check(node, min_survivors=3, colluding_clients=2)
-    assert (ok, reason[:34]) == (False, "min_survivors = 3: must be at least 4"[:34])
+    assert (ok, reason.startswith("min_survivors = 3: must be at least")) == (False, True)
 
 
 def test_init_takes_the_terms_of_sums_and_refuses_those_without_an_honest_peer(make_node, own):

@@ -148,16 +148,7 @@ def test_on_a_terminal_what_is_required_is_asked_for(tmp_path, init, data, monke
     assert (vault.labels, vault.budget_epsilon) == (LABELS, 2.5)
 
 
-def test_a_ledger_that_was_there_before_keeps_what_it_registered(tmp_path, init, data):
-    path = tmp_path / "kept" / "ledger.sqlite"
-    with Ledger(path) as ledger:
-        before = ledger.register("1", 6, 1e-6)
-    assert f"registered N_k = 6, data set {before.id}" in init(tmp_path / "node", data, *TERMS, "--ledger", path)
-    with Ledger(path) as ledger:
-        assert ledger.data_set() == before
-
-
-def test_the_ledger_of_other_records_is_not_taken_as_one_s_own(tmp_path, init, data):
+def test_the_ledger_of_other_records_is_not_taken_as_one_s_own_and_one_s_own_stays_as_it_was(tmp_path, init, data):
     path = tmp_path / "ledger.sqlite"
     kept_there = (*TERMS, "--ledger", path)
     init(tmp_path / "anna", data, *kept_there)
@@ -179,9 +170,16 @@ def test_the_ledger_of_other_records_is_not_taken_as_one_s_own(tmp_path, init, d
     with Ledger(path) as ledger:
         assert ledger.last == before
     # Without a note on the records, what was registered decides.
-    with Ledger(tmp_path / "bare.sqlite") as ledger:
-        ledger.register("1", 5, 1e-5)
-    assert "num_records = 6: " in init(tmp_path / "bare", data, *TERMS, "--ledger", tmp_path / "bare.sqlite", code=2)
+    for num_records, said in ((5, "num_records = 6: "), (6, "registered N_k = 6, data set")):
+        path = tmp_path / f"bare-{num_records}.sqlite"
+        with Ledger(path) as ledger:
+            bare = ledger.register("1", num_records, 1e-6)
+        assert said in init(tmp_path / path.stem, data, *TERMS, "--ledger", path, code=0 if num_records == 6 else 2)
+    with Ledger(path) as ledger:
+        assert ledger.data_set() == bare
+    path.write_bytes(b"no ledger" * 100)
+    init(tmp_path / "broken", data, *TERMS, "--ledger", path, code=1)
+    assert not list(tmp_path.glob("*broken*"))
 
 
 def test_records_that_an_earlier_data_set_held_are_not_registered_again(tmp_path, init, data):
@@ -213,24 +211,11 @@ def test_records_that_an_earlier_data_set_held_are_not_registered_again(tmp_path
     "wanted", [{"labels": LABELS}, {"label_column": ""}, {"labels": LABELS, "text_pair_column": "note"}]
 )
 def test_what_is_noted_of_the_records_is_what_a_run_notes(tmp_path, data, wanted):
-    vault = VaultSettings(
-        folder=tmp_path,
-        partition_id=0,
-        name="n",
-        data=data,
-        **({"text_column": "note", "label_column": "department"} | wanted),
-    )
+    columns = {"text_column": "note", "label_column": "department"} | wanted
+    vault = VaultSettings(folder=tmp_path, partition_id=0, name="n", data=data, **columns)
     task = {"task": "SEQ_CLS", "labels": ",".join(LABELS)} if "labels" in wanted else {"task": "CAUSAL_LM"}
     config = parse({"model": "tiny", "data": ON_NODES, "test_data": "test.csv", "num_clients": 1, **task})
     assert records.find(vault).content(None) == repr(load_own(config, vault.source).clients[0]).encode()
-
-
-def test_a_ledger_that_cannot_be_used_leaves_no_folder(tmp_path, init, data):
-    path = tmp_path / "broken.sqlite"
-    path.write_bytes(b"no ledger" * 100)
-    init(tmp_path / "node", data, *TERMS, "--ledger", path, code=1)
-    assert not (tmp_path / "node").exists()
-    assert not list(tmp_path.glob(".node*"))
 
 
 def test_a_node_of_the_corpus_registers_nothing(make):

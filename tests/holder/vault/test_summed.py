@@ -70,15 +70,18 @@ def test_the_server_learns_the_survivors_sum_and_each_vault_pays_for_the_thresho
     assert site.charges(0, "honest") == []
 
 
-def test_the_same_request_gets_the_same_bytes_for_one_charge_and_with_new_keys_it_is_another_release(site):
+def test_the_same_request_gets_the_same_bytes_for_one_charge_and_with_new_keys_it_is_another_release(site, monkeypatch):
+    seen, read = [], _records.of_release
+    watched = lambda *args, **options: seen.append(len(site.charges(1, "twice"))) or read(*args, **options)  # noqa: E731
+    monkeypatch.setattr(_records, "of_release", watched)
     terms = site.terms("twice")
     dealt = site.open(terms)
     first, again = (site.train(1, terms, dealt.message(1)) for _ in range(2))
     assert vector(first).tobytes() == vector(again).tobytes()
     assert len(site.charges(1, "twice")) == 1
-    other = site.train(1, terms, site.open(terms).message(1))
-    assert vector(other).tobytes() != vector(first).tobytes()
+    assert vector(site.upload(terms)).tobytes() != vector(first).tobytes()
     assert len(site.charges(1, "twice")) == 2
+    assert seen == [1, 2], "each charge is written before any record is read"
 
 
 def refused(site: Coordinator, answer, reason: str, *, run: str, client: int = 1) -> None:
@@ -90,6 +93,9 @@ def refused(site: Coordinator, answer, reason: str, *, run: str, client: int = 1
 
 
 def test_what_does_not_belong_to_the_attempt_is_refused_before_the_charge_and_spends_no_session(site, monkeypatch):
+    early = site.terms("attempt")
+    assert not site.advertise(1, early).code
+    refused(site, site.train(1, early, "{}"), "expects share", run="attempt")
     terms = site.terms("attempt")
     dealt = site.open(terms)
     own = dealt.message(1)
@@ -107,12 +113,6 @@ def test_what_does_not_belong_to_the_attempt_is_refused_before_the_charge_and_sp
         restarted.setattr(_summed, "_sessions", type(_summed._sessions)(_summed.Sessions))
         refused(site, site.train(1, terms, own), "takes no part in it", run="attempt")
     assert not site.train(1, terms, own).code
-
-
-def test_a_train_request_before_the_shares_is_refused(site):
-    terms = site.terms("early")
-    assert not site.advertise(1, terms).code
-    refused(site, site.train(1, terms, "{}"), "expects share", run="early")
 
 
 def with_own(terms: Terms, **changes: object) -> Terms:
@@ -137,9 +137,8 @@ def with_own(terms: Terms, **changes: object) -> Terms:
     ],
 )
 def test_terms_that_are_not_those_of_the_request_are_refused(site, lie, reason):
-    terms = lie(site.terms("lies"))
-    dealt = site.open(terms)  # a node signs what it cannot check yet
-    refused(site, site.train(1, terms, dealt.message(1), round_=1), reason, run="lies")
+    lied = lie(site.terms("lies"))  # a node signs what it cannot check yet
+    refused(site, site.upload(lied, round_=1), reason, run="lies")
 
 
 @pytest.mark.parametrize(
@@ -154,22 +153,15 @@ def test_an_update_whose_sum_hides_less_than_the_terms_say_is_refused(site, chan
     """The run's configuration is honest; the instruction is not."""
     spec = replace(site.spec, **changes)
     terms = site.terms("instruction", spec=spec)
-    dealt = site.open(terms)
-    refused(site, site.train(1, terms, dealt.message(1), spec=spec), reason, run="instruction")
+    refused(site, site.upload(terms, spec=spec), reason, run="instruction")
 
 
-def test_fewer_survivors_than_the_operator_wants_are_refused(make):
-    site = make(min_survivors=4)
-    refused(site, site.advertise(1, site.terms("few")), "needs at least 4 survivors", run="few")
-    assert not site.advertise(1, site.terms("few", threshold=4)).code
-
-
-def test_terms_that_count_on_fewer_colluders_than_the_operator_are_refused_and_those_of_the_terms_are_charged(make):
-    site = make(colluding_clients=1)
+def test_terms_with_fewer_survivors_or_colluders_than_the_operators_are_refused_and_those_of_the_terms_charged(make):
+    site = make(colluding_clients=1, min_survivors=4)
+    refused(site, site.advertise(1, site.terms("few", colluding=1)), "needs at least 4 survivors", run="few")
     trusting = site.advertise(1, site.terms("trusting", threshold=4))
     refused(site, trusting, "counts on 1 that may collude", run="trusting")
-    terms = site.terms("wary", colluding=2, threshold=4)
-    assert not site.train(1, terms, site.open(terms).message(1)).code
+    assert not site.upload(site.terms("wary", colluding=2, threshold=4)).code
     (charge,) = site.charges(1, "wary")
     # Of the three others, those with the least noise but two.
     assert charge.aggregate_scale == pytest.approx(math.hypot(SIZES[0], SIZES[1]) / SIZES[1], rel=1e-9)
@@ -206,20 +198,6 @@ def test_a_list_of_survivors_is_confirmed_and_revealed_once_and_after_the_vector
     assert "takes no part" in site.step(1, SHARE, site.terms("order"), "{}").reason
 
 
-def test_the_charge_is_written_before_any_record_is_read(site, monkeypatch):
-    seen = []
-    real = _records.of_release
-
-    def watched(*arguments, **options):
-        seen.append(len(site.charges(1, "order of things")))
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(_records, "of_release", watched)
-    terms = site.terms("order of things")
-    assert not site.train(1, terms, site.open(terms).message(1)).code
-    assert seen == [1]
-
-
 @pytest.fixture
 def exchanged(site, monkeypatch):
     """Ledgers may be exchanged under a vault, as these tests do: it would see that its folder knows of more charges."""
@@ -240,13 +218,11 @@ def with_budget(site: Coordinator, folder: Path, **settings: object) -> Coordina
 
 def uploads(site: Coordinator, num_rounds: int) -> list[int]:
     """The codes of client 1's answers."""
-    all_terms = [site.terms("budget", round_) for round_ in range(1, num_rounds + 1)]
-    return [site.train(1, terms, site.open(terms).message(1)).code for terms in all_terms]
+    return [site.upload(site.terms("budget", round_)).code for round_ in range(1, num_rounds + 1)]
 
 
 def test_a_budget_on_the_aggregate_view_ends_where_its_epsilon_does(site, tmp_path, exchanged):
-    terms = site.terms("probe")
-    assert not site.train(1, terms, site.open(terms).message(1)).code
+    assert not site.upload(site.terms("probe")).code
     (charge,) = site.charges(1, "probe")
     event = events.from_json(charge.event)
     costs = [filtered_epsilon([event.with_noise(charge.aggregate_scale).with_count(n)], DELTA) for n in (2, 3)]
