@@ -1,21 +1,22 @@
-"""A node with records of its own: they come from its own configuration, and no run's configuration moves it."""
+"""A node's records come from its own configuration, unless it trusts the run's; a failure tells nothing of them."""
 
 import csv
 import shutil
 from pathlib import Path
 
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from clients import node
 from clients.app import app, request_of
+from clients.node import TRUST_KEY, TRUST_VARIABLE
 from fedpriv.config import parse, to_flower
 from fedpriv.errors import InputError
 from fedpriv.holder.vault.answer import settle
 from fedpriv.holder.vault.holder import bench_of, run_of
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import REFUSED, REGISTER, TRAIN
+from fedpriv.holder.wire.frame import FAILED, REFUSED, REGISTER, TRAIN
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.stacked import execute_one_by_one
 from fedpriv.privacy.ledger import keys
@@ -139,3 +140,45 @@ def test_the_run_needs_classes_but_no_test_set(context):
         parse({**context.run_config, "labels": ""})
     assert parse(dict(context.run_config)).has_test_set
     assert not parse({**context.run_config, "test_data": ""}).has_test_set
+
+
+# Nodes without records of their own.
+
+
+def ask_of_the_runs_data(values: dict[str, object], kind: str, **node_config: object) -> Message:
+    context = Context(1, 7, {"partition-id": 0, **node_config}, RecordDict(), to_flower(parse(values)))
+    return app(asked(kind), context)
+
+
+def test_registration_states_public_numbers_alone(small_run):
+    reply = ask_of_the_runs_data(small_run, REGISTER, **{TRUST_KEY: True})
+    response = response_in(reply)
+    registration = kinds.answer_of(REGISTER, response)
+    assert (registration.client, registration.name) == (0, "site-0")
+    assert not response.arrays
+
+
+@pytest.mark.parametrize("kind", [TRAIN, REGISTER])
+def test_a_failure_is_told_without_its_cause(small_run, tmp_path, kind):
+    secret = tmp_path / "secret.csv"
+    secret.write_text("text,label,site\nJane Doe has a rash,only-one-label,s\n")
+    reply = ask_of_the_runs_data({**small_run, "data": str(secret)}, kind, **{TRUST_KEY: True})
+    assert reply.error.code == FAILED
+    assert "log" in reply.error.reason
+    assert not any(word in reply.error.reason for word in ("secret", "label", "Jane", "Traceback"))
+
+
+@pytest.mark.parametrize("kind", [TRAIN, REGISTER])
+def test_a_node_takes_no_data_path_from_the_coordinator(small_run, monkeypatch, kind):
+    monkeypatch.delenv(TRUST_VARIABLE, raising=False)
+    reply = ask_of_the_runs_data(small_run, kind)
+    assert reply.error.code == REFUSED
+    assert "takes no data from a run's configuration" in reply.error.reason
+    monkeypatch.setenv(TRUST_VARIABLE, "1")
+    assert not ask_of_the_runs_data(small_run, REGISTER).has_error()
+
+
+def test_a_node_without_data_in_this_run_says_so(small_run):
+    reply = ask_of_the_runs_data(small_run, REGISTER, **{TRUST_KEY: True, "partition-id": 9})
+    assert reply.error.code == REFUSED
+    assert "partition-id = 9: must lie in 0..2" in reply.error.reason

@@ -81,22 +81,14 @@ def test_a_key_of_the_server_signed_by_the_server_is_refused():
     refuses(attempt.sessions[0], "share", message, "client 1: its registered key did not sign")
 
 
+OTHER_VALUES = {
+    **{"noise_multiplier": 0.5, "grid_exponent": 11, "clip_norm": 2.0, "threshold": 5, "colluding": 1, "dimension": 9},
+    **{"modulus_bits": 64, "request": "ce" * 32, "run": "trial 2", "round": 4, "attempt": "ac" * 16},
+}
+OTHER_ENTRIES = {"num_records": 101, "sampling_probability": 0.25, "scale": 0.5, "identity": node(98).public_line}
 OTHER_TERMS = {
-    "noise_multiplier": replace(TERMS, noise_multiplier=0.5),
-    "grid_exponent": replace(TERMS, grid_exponent=11),
-    "clip_norm": replace(TERMS, clip_norm=2.0),
-    "threshold": replace(TERMS, threshold=5),
-    "colluding": replace(TERMS, colluding=1),
-    "modulus_bits": replace(TERMS, modulus_bits=64),
-    "dimension": replace(TERMS, dimension=9),
-    "request": replace(TERMS, request="ce" * 32),
-    "run": replace(TERMS, run="trial 2"),
-    "round": replace(TERMS, round=4),
-    "attempt": replace(TERMS, attempt="ac" * 16),
-    "num_records": with_participant(TERMS, 3, num_records=101),
-    "sampling_probability": with_participant(TERMS, 3, sampling_probability=0.25),
-    "scale": with_participant(TERMS, 3, scale=0.5),
-    "identity": with_participant(TERMS, 3, identity=node(98).public_line),
+    **{name: replace(TERMS, **{name: value}) for name, value in OTHER_VALUES.items()},
+    **{name: with_participant(TERMS, 3, **{name: value}) for name, value in OTHER_ENTRIES.items()},
     "participants": make_terms(6, threshold=4),
 }
 

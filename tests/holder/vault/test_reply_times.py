@@ -102,9 +102,17 @@ def everyone(start, round_: int = 1, **changes: object) -> Request:
     return training(run_config(**values), start, round_=round_, fields={"sampling_probability": 1.0}).request
 
 
-def head(start, round_: int) -> Request:
+def head(start, round_: int, **changes: object) -> Request:
     fields = {"sampling_probability": 1.0, "trains": "head", "optimizer": "sgd"}
-    return training(run_config(rounds=1000, local_steps=20), start, round_=round_, fields=fields).request
+    return training(run_config(rounds=1000, local_steps=20, **changes), start, round_=round_, fields=fields).request
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[object]:
+    """What the features that a head reads were computed for, since it was last emptied."""
+    calls, honest = [], TrainingModel._head_inputs
+    monkeypatch.setattr(TrainingModel, "_head_inputs", lambda *a: calls.append(a[1:]) or honest(*a))
+    return calls
 
 
 def work(node, request: Request) -> tuple[float, float]:
@@ -127,20 +135,8 @@ def test_a_reply_has_time_for_the_largest_draw_of_any_records(node, start, monke
     assert first[0] > again[0] == later[0], "the first one reads the records and fills caches; it is measured once"
 
 
-def test_a_request_that_reads_no_records_leaves_the_next_one_its_time(node, start):
+def test_a_request_that_reads_no_records_leaves_the_next_one_its_time(node, start, monkeypatch):
     """Or it would take several T, and which multiple would tell how long the records are."""
-    own = node()
-    for round_ in (1, 2):
-        work(own, everyone(start, round_))
-    workbench.forget()
-    holder = Holder.of(own.settings)
-    assert not answer(everyone(start, 2), holder).code, "the stored reply"
-    assert answer(everyone(start, 3, noise_multiplier=1e-3), holder).code, "refused"
-    first, again = (work(own, everyone(start, round_))[0] for round_ in (3, 4))  # of one measurement
-    assert first > again
-
-
-def test_a_rehearsal_that_fails_leaves_the_caches_as_they_were(node, start, monkeypatch):
     own = node()
     first, again = (work(own, everyone(start, round_))[0] for round_ in (1, 2))
 
@@ -150,7 +146,13 @@ def test_a_rehearsal_that_fails_leaves_the_caches_as_they_were(node, start, monk
     with monkeypatch.context() as patch:
         patch.setattr(_reply_times, "rehearse", failing)
         assert answer(everyone(start, 3), Holder.of(own.settings)).code
-    assert work(own, everyone(start, 3))[0] == again < first
+    assert work(own, everyone(start, 3))[0] == again < first, "the caches are as they were"
+    workbench.forget()
+    holder = Holder.of(own.settings)
+    assert not answer(everyone(start, 3), holder).code, "the stored reply"
+    assert answer(everyone(start, 4, noise_multiplier=1e-3), holder).code, "refused"
+    first, again = (work(own, everyone(start, round_))[0] for round_ in (4, 5))  # of one measurement
+    assert first > again
 
 
 @pytest.mark.parametrize("fault", ["an update fails", "no file"])
@@ -173,41 +175,30 @@ def test_what_becomes_of_records_neither_changes_the_next_time_nor_its_work(node
 
 
 @pytest.mark.parametrize("num_records", [N_K + 1, *slow(N_K)])
-def test_a_neighbour_with_one_record_more_has_its_features_kept_too(node, start, monkeypatch, num_records):
-    calls = []
-    honest = TrainingModel._head_inputs
-    monkeypatch.setattr(TrainingModel, "_head_inputs", lambda *a: calls.append(1) or honest(*a))
+def test_a_neighbour_with_one_record_more_has_its_features_kept_too(node, start, passes, num_records):
     own = node()
     write_rows(own.records, [("a cough", LABELS[i % 3]) for i in range(num_records)])
     work(own, head(start, 1))
-    calls.clear()
+    passes.clear()
     work(own, head(start, 2))
-    assert not calls
+    assert not passes
 
 
 @pytest.mark.parametrize("newcomer", [1000, *slow(0)])
-def test_a_person_with_a_thousand_records_has_the_time_and_the_room_of_a_person(node, start, monkeypatch, newcomer):
-    calls = []
-    honest = TrainingModel._head_inputs
-    monkeypatch.setattr(TrainingModel, "_head_inputs", lambda *a: calls.append(len(a[1])) or honest(*a))
+def test_a_person_with_a_thousand_records_has_the_time_and_the_room_of_a_person(node, start, passes, newcomer):
     own = node(person_column="person", max_records_per_person=4)
     rows = [("a cough", LABELS[i % 3], f"person {i // 2}") for i in range(2 * N_K)]
     write_rows(own.records, [("a long rash", LABELS[i % 3], "newcomer") for i in range(newcomer)] + rows)
-
-    def asked(round_: int) -> Request:
-        fields = {"sampling_probability": 1.0, "trains": "head", "optimizer": "sgd"}
-        config = run_config(rounds=1000, local_steps=20, unit="person", max_records_per_person=3)
-        return training(config, start, round_=round_, fields=fields).request
-
-    first, taken = work(own, asked(1))
+    of_persons = {"unit": "person", "max_records_per_person": 3}
+    first, taken = work(own, head(start, 1, **of_persons))
     assert taken < first
-    calls.clear()
-    again, taken = work(own, asked(2))
+    passes.clear()
+    again, taken = work(own, head(start, 2, **of_persons))
     assert taken < again < first
-    assert not calls, "the features of all that is kept of all persons have room"
+    assert not passes, "the features of all that is kept of all persons have room"
 
 
-def test_a_larger_table_has_more_time_and_the_operator_may_set_it(node, start):
+def test_a_larger_table_has_more_time_and_the_operator_may_set_it_within_a_round(node, start):
     own = node()
     work(own, everyone(start))
     ordinary = work(own, everyone(start, 2))[0]
@@ -216,14 +207,11 @@ def test_a_larger_table_has_more_time_and_the_operator_may_set_it(node, start):
     assert work(own, everyone(start, 3))[0] > 2 * ordinary
     (own.folder / "vault.toml").write_text(f"{settings}reply_seconds = 0.7\n")
     assert work(own, everyone(start, 4))[0] == 0.7
-
-
-def test_a_reply_that_would_come_after_the_round_is_refused_before_it_is_charged(node, start):
-    own = node(reply_seconds=5.0)
-    reason = answer(everyone(start, round_seconds=2.0), Holder.of(own.settings)).reason
+    (own.folder / "vault.toml").write_text(f"{settings}reply_seconds = 5.0\n")
+    reason = answer(everyone(start, 5, round_seconds=2.0), Holder.of(own.settings)).reason
     assert "round_seconds = 2: this node's reply would leave after 5 s, when the round is over" in reason
     assert "reply_seconds in vault.toml" in reason
-    assert num_charges(own) == 0
+    assert num_charges(own) == 4, "it is refused before it is charged"
 
 
 @pytest.fixture
@@ -242,15 +230,9 @@ def test_an_answer_leaves_at_its_time_or_a_double_of_it(clock, taken, leaves):
     clock[0] += taken
     hold.wait()
     assert clock[0] == pytest.approx(100 + leaves)
-
-
-def test_what_was_not_charged_leaves_at_once(clock):
-    hold = _service._Hold()
-    clock[0] += 1.5
+    hold.begin(0.0)  # what was not charged leaves at once
     hold.wait()
-    hold.begin(0.0)
-    hold.wait()
-    assert clock[0] == 101.5
+    assert clock[0] == pytest.approx(100 + leaves)
 
 
 @pytest.mark.slow

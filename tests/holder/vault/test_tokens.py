@@ -23,12 +23,12 @@ from tests.adversary.nodes import Node, ask, make_node, restart, run_config, tra
 from tests.chats import chat_tokenizer
 from tests.marks import slow
 from tests.tiny import LABELS, WORDS
+from tests.vaults import UNTIMED
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
 ROWS = [(f"{WORDS[i % 13]} {WORDS[i % 7]}", LABELS[i % 2]) for i in range(12)]
 CHANGED = [("cough", LABELS[0]), *ROWS[1:]]
-MAX_LENGTH = 32
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +44,25 @@ def start(tiny_bert):
 
 
 @pytest.fixture
-def node(tiny_bert, tmp_path):
-    return make_node(tmp_path / "node", ROWS, num_registered=len(ROWS), models={"tiny": tiny_bert})
+def make(tiny_bert, tmp_path):
+    """Makes nodes with as many registered records."""
+
+    def make(name: str, rows=ROWS, **settings: object) -> Node:
+        own = {"num_registered": len(ROWS), "models": {"tiny": tiny_bert}, "settings": UNTIMED | settings}
+        return make_node(tmp_path / name, rows, **own)
+
+    return make
 
 
 @pytest.fixture
-def without(tiny_bert, tmp_path):
+def node(make):
+    return make("node")
+
+
+@pytest.fixture
+def without(make):
     """The same node, whose operator keeps no tokens."""
-    made = make_node(tmp_path / "without", ROWS, num_registered=len(ROWS), models={"tiny": tiny_bert})
-    with (made.folder / "vault.toml").open("a") as file:
-        file.write("keep_tokens = false\n")
-    return made
+    return make("without", keep_tokens=False)
 
 
 @pytest.fixture
@@ -141,8 +149,8 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", ["a turned bit", "a link", *slow(*list(HARMS)[2:])])
-def test_a_file_that_is_not_just_right_counts_for_nothing(node, without, start, encoded, tiny_bert, tmp_path, harm):
-    other = make_node(tmp_path / "other", CHANGED, num_registered=len(ROWS), models={"tiny": tiny_bert})
+def test_a_file_that_is_not_just_right_counts_for_nothing(make, node, without, start, encoded, harm):
+    other = make("other", CHANGED)
     uploaded(other, start)
     assert uploaded(node, start) == uploaded(without, start)
     sound = kept(node).read_bytes()
@@ -225,7 +233,7 @@ def test_it_is_opened_after_the_charge_alone(node, start, monkeypatch):
     assert order == ["charge", "read"]
 
 
-def test_its_size_says_nothing_about_the_records(tiny_bert, start, tmp_path):
+def test_its_size_says_nothing_about_the_records(make, start):
     """What else can be written on a disk that is nearly full is then the same, whichever record a node has."""
     rows = {
         "short": [("pain", LABELS[0])] * 12,
@@ -236,8 +244,7 @@ def test_its_size_says_nothing_about_the_records(tiny_bert, start, tmp_path):
     }
     sizes = {}
     for name, of_node in rows.items():
-        made = make_node(tmp_path / name, of_node, num_registered=12, models={"tiny": tiny_bert})
-        uploaded(made, start)
+        uploaded(made := make(name, of_node), start)
         sizes[name] = kept(made).stat().st_size
     assert len(set(sizes.values())) == 1, sizes
 
@@ -270,6 +277,9 @@ def test_what_is_read_is_what_the_tokenizer_gave(tiny_bert, tmp_path, encoded, p
     assert file.encode(Words(), texts, pairs, 6) == fresh
     assert sorted({text for texts in encoded for text in texts}) == sorted(texts[num_records:])
     assert file.encode(Words(), texts, pairs, 5) == records.encode(Words(), texts, pairs, 5)
+    beyond = TokenFile(path=tmp_path / "beyond", num_records=1000, model=tiny_bert, most_bytes=4 * 1000 * 6)
+    assert beyond.encode(Words(), texts, pairs, 6) == fresh
+    assert not beyond.path.exists(), "of what the memory limit allows"
 
 
 def test_chats_are_kept_with_what_is_learned_of_them_and_only_for_the_same_prompts(tiny_bert, tmp_path, encoded):
@@ -284,12 +294,6 @@ def test_chats_are_kept_with_what_is_learned_of_them_and_only_for_the_same_promp
         for _ in range(2):
             read(chat)
         assert encoded == [texts]
-
-
-def test_a_file_beyond_the_memory_limit_is_not_made(tiny_bert, tmp_path):
-    file = TokenFile(path=tmp_path / "t", num_records=1000, model=tiny_bert, most_bytes=4 * 1000 * 6)
-    assert file.encode(Words(), ["pain"], None, 6) == records.encode(Words(), ["pain"], None, 6)
-    assert not file.path.exists()
 
 
 def test_another_tokenizer_is_another_key(tiny_bert, tmp_path):
