@@ -148,54 +148,41 @@ def test_nothing_is_made_of_an_invitation_whose_fingerprint_was_not_compared(tmp
     assert not list(tmp_path.iterdir())
 
 
-def asking_for(model: Path) -> dict[str, object]:
-    """What an invitation asks to approve: this model, and this checkout's bundle."""
-    return {"run": {"model": str(model)}, "model": model_digest(model), "bundle": approvals.bundle_digest(ROOT)}
-
-
-def test_a_model_that_changes_after_it_was_compared_is_not_approved(tmp_path, invite, tiny_bert, monkeypatch):
+def test_what_is_asked_is_approved_only_as_this_machine_has_it(tmp_path, invite, tiny_bert, monkeypatch):
     folder = Path(shutil.copytree(tiny_bert, tmp_path / "model"))
-    asked, compared = asking_for(folder), admission.check_asked
-    monkeypatch.setattr(
-        admission, "check_asked", lambda asked: (compared(asked), (folder / "vocab.txt").write_text("other"))
-    )
-    said = kit("init", tmp_path / "node", *heard(invite(**asked)), "--approve", code=2)
-    assert "has changed since it was compared" in said
-    assert read_models(tmp_path / "node" / "approved-models.toml") == ()
-
-
-def test_what_is_asked_is_approved_only_as_this_machine_has_it(tmp_path, invite, tiny_bert):
-    asked = asking_for(tiny_bert)
+    asked = {"run": {"model": str(folder)}, "model": model_digest(folder), "bundle": approvals.bundle_digest(ROOT)}
     said = kit("init", tmp_path / "node", *heard(invite(**asked)), "--approve")
     node = Node.read(tmp_path / "node")
     assert approvals.approved(node.approved) == {asked["bundle"]}
     (model,) = read_models(node.vault.models)
-    assert (model.name, model.digest) == (str(tiny_bert), asked["model"])
+    assert (model.name, model.digest) == (str(folder), asked["model"])
     assert "next: fedpriv node doctor" in said
     assert "next: fedpriv node approve" not in said
+    # A model that changes after it was compared.
+    compared = admission.check_asked
+    changing = lambda asked: (compared(asked), (folder / "vocab.txt").write_text("other"))  # noqa: E731
+    monkeypatch.setattr(admission, "check_asked", changing)
+    said = kit("init", tmp_path / "other", *heard(invite(**asked)), "--approve", code=2)
+    assert "has changed since it was compared" in said
+    assert read_models(tmp_path / "other" / "approved-models.toml") == ()
 
 
 def test_a_node_follows_the_coordinator_and_keeps_all_else(make_node, invite, own, tmp_path):
     node = make_node(**own)
-    kept = {
-        name: (node.folder / name).read_bytes() for name in ("vault.toml", "vault.key", "node.key", "ledger.sqlite")
-    }
+    files = [node.folder / name for name in ("vault.toml", "vault.key", "node.key", "ledger.sqlite")]
+    kept = [file.read_bytes() for file in files]
     certificates.make_ca(tmp_path, 30)
     new = (tmp_path / "ca.crt").read_text()
     kit("move", node.folder, *heard(invite(superlink="fl.example.org:443", ca=new)))
     moved = Node.read(node.folder)
     assert (moved.superlink, moved.port, moved.ca_certificate.read_text()) == ("fl.example.org:443", node.port, new)
-    assert kept == {name: (node.folder / name).read_bytes() for name in kept}
+    assert kept == [file.read_bytes() for file in files]
     for wrong, reason in (
         ({"partition_id": 2}, "is another's, this node is partition 1"),
         ({"superlink": "h"}, "HOST:PORT"),
     ):
         assert reason in kit("move", node.folder, *heard(invite(**wrong)), code=2)
     assert Node.read(node.folder) == moved
-
-
-def test_nodes_get_ports_of_their_own(make):
-    assert len({make(f"node {number}", port=None).node.port for number in range(3)}) == 3
 
 
 @pytest.mark.slow
@@ -236,8 +223,10 @@ def test_a_digest_is_approved_once_and_what_is_none_never(make_node):
         approvals.approved(node.approved)
 
 
-def test_start_refuses_a_taken_port_and_an_open_key(make_node):
-    node = make_node()
+def test_nodes_get_ports_of_their_own_and_start_refuses_a_taken_one_and_an_open_key(make):
+    nodes = [make(f"node {number}", port=None).node for number in range(3)]
+    assert len({each.port for each in nodes}) == 3
+    node = nodes[0]
     with socket.create_server(("127.0.0.1", node.port)), pytest.raises(InputError, match="cannot listen there"):
         supernode.start(node, print)
     node.vault.key.chmod(0o644)

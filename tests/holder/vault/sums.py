@@ -90,31 +90,18 @@ class Coordinator:
         spec = spec or self.spec
         sizes = {client: self.size(client) for client in self.vaults}
         grid = grid_of(self.config, self.spec, sizes)
-        participants = tuple(
-            Participant(
-                client=client,
-                identity=keys.public_line(vault.key),
-                num_records=sizes[client],
-                sampling_probability=spec.probability(sizes[client]),
-                scale=grid.scales[client],
-            )
-            for client, vault in self.vaults.items()
-        )
-        names = {"clip_norm": spec.clip_norm, "noise_multiplier": spec.noise_multiplier}
-        names["request"] = self.request(run, round_, spec).digest
-        honest = Terms(
-            run=run,
-            round=round_,
-            attempt=np.random.default_rng().bytes(16).hex(),
-            participants=participants,
-            threshold=self.config.min_clients,
-            colluding=0,
-            modulus_bits=grid.modulus_bits,
-            grid_exponent=grid.exponent,
-            dimension=sum(tensor.numel() for tensor in self.initial.values()),
-            **names,
-        )
-        return replace(honest, **changes)
+        participants = []
+        for client, vault in self.vaults.items():
+            facts = {"num_records": sizes[client], "sampling_probability": spec.probability(sizes[client])}
+            facts |= {"identity": keys.public_line(vault.key), "scale": grid.scales[client]}
+            participants.append(Participant(client=client, **facts))
+        values = {"run": run, "round": round_, "attempt": np.random.default_rng().bytes(16).hex(), "colluding": 0}
+        values |= {"participants": tuple(participants), "threshold": self.config.min_clients}
+        values |= {"clip_norm": spec.clip_norm, "noise_multiplier": spec.noise_multiplier}
+        values |= {"modulus_bits": grid.modulus_bits, "grid_exponent": grid.exponent}
+        values["dimension"] = sum(tensor.numel() for tensor in self.initial.values())
+        values["request"] = self.request(run, round_, spec).digest
+        return replace(Terms(**values), **changes)
 
     @property
     def initial(self):
