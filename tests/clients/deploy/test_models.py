@@ -49,12 +49,6 @@ def test_a_name_stands_for_other_files_only_on_demand(vault, model):
     assert read_models(vault.models) == (second, other)
 
 
-def test_the_bundled_encoder_is_found_by_its_name(vault):
-    approval = approve_model(vault, "all-MiniLM-L6-v2")
-    assert approval.model.name == "all-MiniLM-L6-v2"
-    assert (Path(approval.model.folder) / "model.safetensors").is_file()
-
-
 @pytest.mark.parametrize("spoil", ["code", "auto_map", "tokenizer", "pickle", "no config"])
 def test_code_pickles_and_halves_of_models_are_refused(vault, model, spoil):
     config = json.loads((model / "config.json").read_text())
@@ -74,7 +68,10 @@ def test_code_pickles_and_halves_of_models_are_refused(vault, model, spoil):
     assert read_models(vault.models) == ()
 
 
-def test_a_hub_name_without_the_hub_is_one_line(vault, monkeypatch):
+def test_the_bundled_encoder_is_found_by_its_name_and_any_other_without_the_hub_is_one_line(vault, monkeypatch):
+    known = approve_model(vault, "all-MiniLM-L6-v2").model
+    assert known.name == "all-MiniLM-L6-v2"
+    assert (Path(known.folder) / "model.safetensors").is_file()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="model = 'nobody/has-this': neither a folder nor a model") as caught:
         approve_model(vault, "nobody/has-this")

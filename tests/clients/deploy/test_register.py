@@ -148,8 +148,13 @@ def test_a_later_plan_adds_its_epsilon_and_delta(node, plan_of):
         charge(node, 5, STEP)
 
 
-def test_what_is_no_filter_or_not_the_nodes_plan_is_refused_by_name_in_one_line(node, plan_of):
-    before = enforced(node)
+def test_what_is_no_filter_not_the_nodes_plan_or_allows_nothing_is_refused_by_name_in_one_line(
+    node, plan_of, make_node, own, tmp_path
+):
+    before, ledger = enforced(node), tmp_path / "ledger.sqlite"
+    with pytest.raises(InputError, match=r"budget_epsilon = 0\.0001: a Renyi filter of order 1024 allows nothing"):
+        make_node("poor", **own | {"budget_epsilon": 1e-4, "ledger_file": ledger})
+    assert not ledger.exists()
     for options, message in (
         ((), "give --plan FILE, --filter"),
         (("--filter", "gaussian", "--plan", "nowhere.json"), "either --plan FILE or --filter"),
@@ -192,13 +197,6 @@ def test_a_file_of_fedpriv_plan_is_what_a_node_commits(make_node, own, table, tm
     out.write_text(out.read_text().replace(f'"unit": "{unit}"', f'"unit": "{other}"'))
     with pytest.raises(InputError, match=f"of persons = {unit == 'record'}: this node has {unit == 'person'}"):
         register(node, "--plan", out)
-
-
-def test_a_budget_under_which_nothing_could_be_released_makes_no_node(make_node, own, tmp_path):
-    ledger = tmp_path / "ledger.sqlite"
-    with pytest.raises(InputError, match=r"budget_epsilon = 0\.0001: a Renyi filter of order 1024 allows nothing"):
-        make_node(**own | {"budget_epsilon": 1e-4, "ledger_file": ledger})
-    assert not ledger.exists()
 
 
 def test_a_plan_that_costs_all_of_the_budget_is_committed_and_releases(node, plan_of):

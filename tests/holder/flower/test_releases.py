@@ -74,12 +74,8 @@ def test_nothing_but_paid_arrays_the_registered_number_and_what_the_operator_let
         assert list(content) == ["arrays", "metrics"]
         assert dict(content.metric_records["metrics"]) == {**metrics, "num-examples": 120}
         assert list(content.array_records["arrays"]) == list(START)
-
-
-@BOTH
-def test_evaluation_is_refused_unless_the_operator_allows_it(make, tmp_path):
-    assert make(tmp_path / "one").ask(kind="evaluate").error.code == REFUSED
-    allowed = make(tmp_path / "two", uncovered=["evaluate"]).ask(kind="evaluate")
+    assert make(tmp_path / "closed").ask(kind="evaluate").error.code == REFUSED
+    allowed = make(tmp_path / "open", uncovered=["evaluate"]).ask(kind="evaluate")
     assert dict(allowed.content.metric_records["metrics"]) == {"accuracy": 0.5}
 
 
@@ -205,7 +201,7 @@ def test_the_noise_has_the_standard_deviation_that_is_charged(tmp_path):
 
 
 @BOTH
-def test_the_charge_is_on_disk_when_the_app_starts(make, tmp_path):
+def test_the_charge_is_on_disk_when_the_app_starts_and_a_ledger_that_cannot_be_used_lets_nothing_out(make, tmp_path):
     phases = []
 
     def train(received):
@@ -216,6 +212,9 @@ def test_the_charge_is_on_disk_when_the_app_starts(make, tmp_path):
     node = make(tmp_path, train)
     node.ask()
     assert phases == ["registered", "charged"]
+    node.account.ledger.write_text("no ledger")
+    assert node.ask(**{"server-round": 2}).error.code == FAILED
+    assert node.calls == 1
 
 
 class Killed(BaseException):
@@ -237,14 +236,6 @@ def test_after_a_crash_there_is_noise_alone_or_nothing_to_send_and_the_app_is_no
     assert np.abs(difference(first)).max() < 1
     assert recording.ask().error.code == REFUSED
     assert [(node.num_charges, node.calls) for node in (noising, recording)] == [(1, 1)] * 2
-
-
-@BOTH
-def test_a_ledger_that_cannot_be_used_lets_nothing_out(make, tmp_path):
-    node = make(tmp_path)
-    node.account.ledger.write_text("no ledger")
-    assert node.ask().error.code == FAILED
-    assert node.calls == 0
 
 
 def test_values_out_of_range_are_refused_at_once(tmp_path):

@@ -63,11 +63,8 @@ def test_a_copied_key_one_that_agrees_on_zero_and_a_stranger_are_left_out():
     _, texts = advertised_by_all()
     copied = {"mask_key": _messages.advertisement_from_text(texts[0]).encryption_key}
     zero = "its X25519 key agrees on zero with everyone"
-    for lie, reason in (
-        (copied, "one of its keys occurs twice"),
-        ({"encryption_key": bytes(32)}, zero),
-        ({"mask_key": bytes(32)}, zero),
-    ):
+    lies = [(copied, "one of its keys occurs twice"), *(({k: bytes(32)}, zero) for k in ("encryption_key", "mask_key"))]
+    for lie, reason in lies:
         lied = texts | {LIAR: signed_anew(texts[LIAR], **lie), 9: texts[0]}
         state = server.collect_advertisements(TERMS, lied, verify=verify_once)
         assert state.refused == {LIAR: f"client 1: {reason}", 9: "client 9: took no part in the exchange before"}
@@ -93,13 +90,11 @@ def test_malformed_shares_make_a_dropout_with_a_reason(damage):
     np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 2, 3, 4))
 
 
-@pytest.mark.parametrize(
-    "vector", [np.zeros(8, np.uint64), np.zeros(8, np.int32), np.zeros(7, np.uint32), np.zeros((8, 1), np.uint32)]
-)
-def test_a_masked_vector_of_another_type_or_shape_makes_a_dropout(vector):
+def test_a_masked_vector_of_another_type_or_shape_makes_a_dropout():
     attempt = attempted(TERMS, "mask")
-    attempt.u3 = server.collect_masked(attempt.u2, attempt.vectors | {LIAR: vector})
-    assert "must be uint32 (8,)" in attempt.u3.refused[LIAR]
+    for shape, kind in ((8, np.uint64), (8, np.int32), (7, np.uint32), ((8, 1), np.uint32)):
+        attempt.u3 = server.collect_masked(attempt.u2, attempt.vectors | {LIAR: np.zeros(shape, kind)})
+        assert "must be uint32 (8,)" in attempt.u3.refused[LIAR]
     recovered = attempt.confirm().reveal()
     np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 2, 3, 4))
 
@@ -115,31 +110,25 @@ def test_a_wrong_signature_makes_a_dropout_but_the_vector_counts():
     np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 1, 2, 3, 4))
 
 
-@pytest.mark.parametrize("kind", ["self_shares", "mask_shares"])
-def test_a_holder_that_reveals_another_share_is_named_and_left_out(kind):
+def test_a_holder_that_reveals_another_share_or_that_of_another_client_is_named_and_left_out():
     attempt = Attempt(terms=TERMS)
     attempt.advertise().share().mask([0, 1, 2, 3]).confirm()
     message = attempt.u4.message()
     texts = {client: attempt.sessions[client].reveal(message) for client in (0, 1, 2, 3)}
-    lied = _messages.reveal_from_text(texts[LIAR])
-    about = 2 if kind == "self_shares" else 4
-    texts[LIAR] = _messages.reveal_text(replace(lied, **{kind: {**getattr(lied, kind), about: bytes(16)}}))
-    recovered = server.recover(attempt.u4, texts)
-    assert recovered.refused == {LIAR: f"client 1: its share of client {about}'s seed is not the one it was dealt"}
-    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 1, 2, 3))
+    honest, nothing = _messages.reveal_from_text(texts[LIAR]), bytes(16)
+    for lie, reason in (
+        ({"self_shares": honest.self_shares | {2: nothing}}, "share of client 2's seed is not the one it was dealt"),
+        ({"mask_shares": {4: nothing}}, "its share of client 4's seed is not the one it was dealt"),
+        ({"mask_shares": {**honest.mask_shares, 2: nothing}}, "must reveal the self-masks"),
+        ({"client": 2}, "names client 2"),
+    ):
+        texts[LIAR] = _messages.reveal_text(replace(honest, **lie))
+        recovered = server.recover(attempt.u4, texts)
+        assert (list(recovered.refused), reason in recovered.refused[LIAR]) == ([LIAR], True), recovered.refused
+        np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 1, 2, 3))
+    texts[LIAR] = _messages.reveal_text(replace(honest, mask_shares={4: nothing}))
     with pytest.raises(TooFewError, match=r"came from 2 clients, .* refused: client 1: its share"):
         server.recover(attempt.u4, {client: texts[client] for client in (0, 1, 2)})
-
-
-def test_a_reveal_of_other_clients_than_asked_for_is_left_out():
-    attempt = attempted(TERMS, "confirm")
-    message = attempt.u4.message()
-    texts = {client: attempt.sessions[client].reveal(message) for client in range(5)}
-    lied = _messages.reveal_from_text(texts[LIAR])
-    both = replace(lied, mask_shares={2: bytes(16)})
-    for wrong, match in ((both, "must reveal the self-masks"), (replace(lied, client=2), "names client 2")):
-        recovered = server.recover(attempt.u4, texts | {LIAR: _messages.reveal_text(wrong)})
-        assert match in recovered.refused[LIAR]
 
 
 @pytest.mark.parametrize("seed", ["self_seed", "mask_seed"])
@@ -177,18 +166,13 @@ def checks(attempt: Attempt) -> dict[int, str]:
     return {client: attempt.sessions[client].check(attempt.u2.message(client)) for client in attempt.u2.dealt}
 
 
-def dealt_badly(attempt: Attempt, holders: tuple[int, ...]) -> None:
-    """The liar's shares for these are nobody's; it cannot know that the server reads no commitments off them yet."""
-    dealt = {dealer: dict(parts) for dealer, parts in attempt.u2.dealt.items()}
-    for holder in holders:
-        dealt[LIAR][holder] = bytes(len(dealt[LIAR][holder]))
-    attempt.u2 = replace(attempt.u2, dealt=dealt)
-
-
 @pytest.mark.parametrize("holders", [(0,), (0, 2, 3, 4)])
 def test_a_dealer_of_unreadable_shares_is_named_before_anything_is_masked(holders):
     attempt = attempted(TERMS, "share")
-    dealt_badly(attempt, holders)
+    dealt = {dealer: dict(parts) for dealer, parts in attempt.u2.dealt.items()}
+    # Nobody's; the liar cannot know that the server reads no commitments off them yet.
+    dealt[LIAR] |= {holder: bytes(len(dealt[LIAR][holder])) for holder in holders}
+    attempt.u2 = replace(attempt.u2, dealt=dealt)
     checked = server.collect_checks(attempt.u2, checks(attempt))
     assert list(checked.dishonest) == [LIAR]
     assert "client 1: dealt shares of no use: shares from client 1" in checked.dishonest[LIAR]
@@ -198,16 +182,11 @@ def test_a_dealer_of_unreadable_shares_is_named_before_anything_is_masked(holder
             attempt.sessions[client].mask(attempt.u2.message(client), attempt.values[client])
 
 
-def test_sound_shares_are_checked_without_effect():
-    attempt = attempted(TERMS, "share")
-    checked = server.collect_checks(attempt.u2, checks(attempt))
-    assert (checked.dishonest, checked.refused, checked.dealt) == ({}, {}, attempt.u2.dealt)
-    np.testing.assert_array_equal(attempt.mask().confirm().reveal().values, expected(attempt, *range(5)))
-
-
-def test_who_complains_of_sound_shares_is_named_in_place_of_their_dealer():
+def test_sound_shares_are_checked_without_effect_and_who_complains_of_them_is_named_in_place_of_their_dealer():
     attempt = attempted(TERMS, "share")
     honest, own = checks(attempt), attempt.sessions[LIAR]._state.begun.encryption_private
+    checked = server.collect_checks(attempt.u2, honest)
+    assert (checked.dishonest, checked.refused, checked.dealt) == ({}, {}, attempt.u2.dealt)
     lies = {
         "that are sound": Complaint(dealers=(2,), opening=own),
         "that it does not open": Complaint(dealers=(2,), opening=bytes(32)),
@@ -222,3 +201,4 @@ def test_who_complains_of_sound_shares_is_named_in_place_of_their_dealer():
         assert (list(checked.dishonest), list(checked.refused)) == ([], [LIAR])
     with pytest.raises(TooFewError, match="checks: came from 2 clients"):
         server.collect_checks(attempt.u2, {client: honest[client] for client in (0, 2)})
+    np.testing.assert_array_equal(attempt.mask().confirm().reveal().values, expected(attempt, *range(5)))

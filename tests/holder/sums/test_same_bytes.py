@@ -19,22 +19,20 @@ from tests.holder.sums.attempts import make_terms, make_values, with_participant
 
 NUM_CLIENTS, DROPPED = 20, (0, 3, 19)
 
+# {exchange: digest}, under a modulus of 32 or 64 bits and, of those that hold neither sums nor terms, under both.
+EITHER = {"check": "ca275d3512d9d7cde92275a86679297d", "reveal": "63a6a75f289d0c8494c06d3a8c5c3176"}
 GOLDEN = {
     32: {
         "advertise": "7750353e4d3721fae6496760f4c4f498",
         "share": "6a1684bce030013b6cdc3d018add8058",
-        "check": "ca275d3512d9d7cde92275a86679297d",
         "mask": "79ad43b47771ac63748ed7bf99aca446",
         "confirm": "94d86b8f36ea243de502e386f6b71447",
-        "reveal": "63a6a75f289d0c8494c06d3a8c5c3176",
     },
     64: {
         "advertise": "71bb1d6387d8dea11edb8b3b869b88ad",
         "share": "4b2faad3c579e6398aebaa356b171477",
-        "check": "ca275d3512d9d7cde92275a86679297d",
         "mask": "01389761588f526f3f78e6d336bf04d1",
         "confirm": "9fcbd5f2b7c4fc3f87ed21fbaee9f6ba",
-        "reveal": "63a6a75f289d0c8494c06d3a8c5c3176",
     },
 }
 
@@ -105,4 +103,4 @@ def test_messages_have_the_bytes_that_they_always_had(bits, monkeypatch):
     for client, node in enumerate(nodes):
         terms = with_participant(terms, client, identity=node.public_line)
     monkeypatch.setattr("os.urandom", draw)
-    assert transcript(terms, nodes, draw) == GOLDEN[bits]
+    assert transcript(terms, nodes, draw) == GOLDEN[bits] | EITHER

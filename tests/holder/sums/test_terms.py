@@ -1,6 +1,7 @@
 """Terms are checked when they are made, and their digest tells any two apart."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -21,28 +22,19 @@ def otherwise(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"run": ""}, "run = '': must be 1 to 200"),
-        ({"run": "a\nb"}, "run = "),
-        ({"run": "a" * 201}, "run = "),
-        ({"round": 0}, "round = 0: must be an integer from 1"),
-        ({"round": True}, "round = True: must be an integer"),
-        ({"round": 1.0}, "round = 1.0: must be an integer"),
-        ({"attempt": "ab"}, "attempt = 'ab': must be 16 to 64 hex"),
-        ({"attempt": "AB" * 16}, "attempt = "),
+        *(({"run": run}, "run = .*: must be 1 to 200") for run in ("", "a\nb", "a" * 201)),
+        *(({"round": number}, f"round = {number}: must be an integer from 1") for number in (0, True, 1.0)),
+        *(({"attempt": attempt}, f"attempt = '{attempt}': must be 16 to 64 hex") for attempt in ("ab", "AB" * 16)),
         ({"threshold": 5}, "threshold = 5: must be at least 3 and at most 4"),
         ({"threshold": 2}, "threshold = 2: must be at least 3"),
         ({"colluding": 2, "threshold": 3}, "threshold = 3: must be at least 4"),
         ({"colluding": 3, "threshold": 4}, "threshold = 4: must be at least 5 and at most 4"),
         ({"colluding": -1}, "colluding = -1"),
-        ({"modulus_bits": 48}, "modulus_bits = 48: must be 32 or 64"),
-        ({"modulus_bits": 32.0}, "modulus_bits = 32.0"),
+        *(({"modulus_bits": bits}, f"modulus_bits = {bits}: must be 32 or 64") for bits in (48, 32.0)),
         ({"grid_exponent": 101}, "grid_exponent = 101"),
         ({"dimension": 0}, "dimension = 0"),
-        ({"clip_norm": 0.0}, "clip_norm = 0.0: must be a finite float > 0"),
-        ({"clip_norm": 1}, "clip_norm = 1: must be a finite float"),
-        ({"clip_norm": float("inf")}, "clip_norm = inf"),
-        ({"noise_multiplier": float("nan")}, "noise_multiplier = nan"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier = -1.0: must be a finite float >= 0"),
+        *(({"clip_norm": norm}, f"clip_norm = {norm}: must be a finite float > 0") for norm in (0.0, 1, math.inf)),
+        *(({"noise_multiplier": z}, f"noise_multiplier = {z}: must be a finite float >= 0") for z in (math.nan, -1.0)),
         ({"clip_norm": 1e200, "noise_multiplier": 1e200}, r"noise_multiplier = 1e.200: must give finite noise"),
         ({"request": "cd"}, "request = 'cd': must be 64 hexadecimal digits"),
         ({"participants": TERMS.participants[:2]}, "participants: are 2, must be 3 to 1000: of the sum of two"),

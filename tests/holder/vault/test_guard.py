@@ -19,6 +19,7 @@ from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES
 SPEC = UpdateSpec.of(RunConfig(recipe="per-sample"))
 STRICT = NodePolicy(allow_unrecorded=True)
 OPEN = NodePolicy(allow_unrecorded=True, allow_not_private=True)
+LOW = NodeLimits(max_sampling_probability=0.25)
 ADAPTER = {name: torch.zeros(2, 3) for name in ("x.lora_A.weight", "x.lora_B.weight")}
 
 
@@ -54,22 +55,14 @@ def test_a_batch_passes_exactly_if_it_is_within_the_registered_records(batch_siz
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"noise_multiplier": -1.0}, "noise_multiplier"),
-        ({"noise_multiplier": math.nan}, "noise_multiplier"),
-        ({"noise_multiplier": math.inf}, "noise_multiplier"),
-        ({"clip_norm": -2.5}, r"clip_norm = -2\.5: must be finite and > 0"),
-        ({"clip_norm": 0.0}, "clip_norm"),
-        ({"clip_norm": math.inf}, "clip_norm"),
-        ({"clip_norm": math.nan}, "clip_norm"),
+        *(({"noise_multiplier": value}, "noise_multiplier") for value in (-1.0, math.nan, math.inf)),
+        *(({"clip_norm": c}, f"clip_norm = {c}: must be finite and > 0") for c in (-2.5, 0.0, math.inf, math.nan)),
         ({"local_steps": 0}, "local_steps"),
         ({"batch_size": 401}, "batch_size"),
         ({"clipping": "none"}, "clipping"),
         *(({"learning_rate": value}, "learning_rate") for value in (math.nan, math.inf, 0.0, -1.0)),
         ({"optimizer": "lion"}, "optimizer"),
-        (
-            {"trains": "head", "objective": "class-sums", "has_labels": False},
-            "objective = 'class-sums': needs records with labels",
-        ),
+        ({"trains": "head", "objective": "class-sums", "has_labels": False}, "class-sums': needs records with labels"),
     ],
 )
 def test_an_invalid_instruction_is_refused_by_every_node_in_one_line(change, message):
@@ -102,10 +95,7 @@ def test_only_a_node_that_allows_it_releases_without_noise_or_with_seeded_noise(
         ({"clip_norm": 1e9}, r"clip_norm = 1e\+09: above this node's maximum 100"),
         ({"round_": 11}, r"round = 11: must lie in 1\.\.10"),
         ({"round_": 0}, r"round = 0: must lie in 1\.\.10"),
-        (
-            {"limits": NodeLimits(max_sampling_probability=0.25), "probability": 0.3},
-            r"sampling_probability: its value 0\.3 is above this node's maximum 0",
-        ),
+        ({"limits": LOW, "probability": 0.3}, r"sampling_probability: its value 0\.3 is above this node's maximum 0"),
         ({"limits": None, "round_": 11}, "round = 11"),
     ],
 )

@@ -48,10 +48,7 @@ def test_no_more_is_drawn_but_with_the_stated_probability(number, probability, l
     # Of deviations, Chernoff's bound costs a third at most here.
     exact, mean = binom.isf(math.exp(-log_odds), number, probability), number * probability
     assert most - mean <= 4 / 3 * (exact - mean) + 3
-
-
-def test_all_are_drawn_where_everyone_is():
-    assert most_drawn(47, 1.0, 30.0) == 47
+    assert most_drawn(number, 1.0, log_odds) == number
 
 
 def test_all_bounds_together_are_paid_for_whatever_their_number_and_taken_off_delta():

@@ -105,21 +105,25 @@ def test_a_restarted_node_tokenises_nothing_and_uploads_the_same(node, without, 
     assert kept(node).read_bytes() != before
 
 
-def is_being_written(descriptor: int, node: Node) -> bool:
-    """Whether it is the new file's, before that has its name."""
-    new = kept(node).with_name(f"{kept(node).name}.new")
-    return new.exists() and new.stat().st_ino == os.fstat(descriptor).st_ino
-
-
-def test_nobody_else_may_read_it_at_any_moment(node, start, monkeypatch):
-    modes, fsync = [], os.fsync
+@pytest.fixture
+def while_written(node, monkeypatch) -> list:
+    """What is called with the new file's descriptor, before that has its name."""
+    calls, fsync = [], os.fsync
 
     def watched(descriptor):
-        if is_being_written(descriptor, node):
-            modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        new = kept(node).with_name(f"{kept(node).name}.new")
+        if new.exists() and new.stat().st_ino == os.fstat(descriptor).st_ino:
+            for call in calls:
+                call(descriptor)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)
+    return calls
+
+
+def test_nobody_else_may_read_it_at_any_moment(node, start, while_written):
+    modes = []
+    while_written.append(lambda descriptor: modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode)))
     umask = os.umask(0)
     try:
         uploaded(node, start)
@@ -190,15 +194,11 @@ def logged(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == _records.__name__]
 
 
-def test_a_full_disk_costs_a_line_in_the_log_and_no_upload(node, without, start, monkeypatch, caplog):
-    fsync = os.fsync
+def test_a_full_disk_costs_a_line_in_the_log_and_no_upload(node, without, start, while_written, caplog):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def full(descriptor):
-        if is_being_written(descriptor, node):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
+    while_written.append(full)
     assert uploaded(node, start) == uploaded(without, start)
     assert logged(caplog) == [f"{kept(node)}: the tokens are not kept (No space left on device)"]
     assert not [path for path in node.folder.iterdir() if path.name.startswith("tokens")]
