@@ -97,11 +97,13 @@ def test_a_task_that_failed_after_its_charge_is_noise_alone_and_never_computed_a
     assert node.num_charged == 1
 
 
-def test_two_computations_of_one_charge_release_one_result(node):
+def test_two_computations_of_one_charge_release_one_result_once_it_is_stored(node):
     message = node.message()
     prepared = [node.prepare(message) for _ in range(2)]
     updates = node.execute([each.task for each in prepared])
     assert not torch.equal(*(next(iter(update.adapter.values())) for update in updates)), "noise differs"
+    with Ledger(node.ledger):
+        assert settle(prepared[0], updates[0]).code == REFUSED, "it cannot be stored"
     replies = [message_of(settle(each, update), message) for each, update in zip(prepared, updates, strict=True)]
     assert len(set(map(uploaded, replies))) == 1
     assert node.num_charged == 1
@@ -181,15 +183,6 @@ def test_a_ledger_that_cannot_be_used_stops_every_release(node, harm, caplog):
     assert reply.error.code == REFUSED
     assert reply.error.reason == "refused: this node's ledger cannot be used; its log says why"
     assert str(node.ledger) in caplog.text
-
-
-def test_an_upload_that_cannot_be_stored_is_not_sent(node):
-    message = node.message()
-    prepared = node.prepare(message)
-    (update,) = node.execute([prepared.task])
-    with Ledger(node.ledger):
-        assert settle(prepared, update).code == REFUSED
-    assert not settle(prepared, update).code
 
 
 def test_a_coordinator_that_asks_for_less_privacy_is_refused_and_nothing_is_charged(small_run, tmp_path):

@@ -132,11 +132,9 @@ def test_a_model_whose_files_changed_since_it_was_approved_is_not_run(context, s
     assert "changed since this node's operator approved them" in refusal(context, model=str(copy))
 
 
-def test_the_run_needs_classes_but_no_test_set(context):
+def test_the_run_needs_classes(context):
     with pytest.raises(InputError, match="needs labels, the classes"):
         parse({**context.run_config, "labels": ""})
-    assert parse(dict(context.run_config)).has_test_set
-    assert not parse({**context.run_config, "test_data": ""}).has_test_set
 
 
 # Nodes without records of their own.

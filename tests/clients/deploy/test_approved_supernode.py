@@ -90,17 +90,6 @@ def test_flower_is_what_was_read_when_its_private_names_were_replaced():
     assert found == {part.__qualname__: digest for part, digest in SOURCES.items()}
 
 
-@pytest.fixture
-def flower(monkeypatch):
-    """Flower's module, whose names are put back afterwards, with a link that has a message or has none."""
-    messages: list[int | None] = []
-    monkeypatch.setattr(start_client_internal, "_pull_and_store_message", lambda **_: messages.pop(0))
-    monkeypatch.setattr(start_client_internal, "time", start_client_internal.time)
-    start_client_internal.messages = messages
-    yield start_client_internal
-    del start_client_internal.messages
-
-
 class Clock:
     """Time that passes in sleep alone."""
 
@@ -116,11 +105,12 @@ class Clock:
         self.now += seconds
 
 
-def test_a_supernode_pauses_for_shorter_while_messages_come(flower, monkeypatch):
-    clock, told = Clock(), []
+def test_a_supernode_pauses_for_shorter_while_messages_come(monkeypatch):
+    clock, told, flower, messages = Clock(), [], start_client_internal, [None, 7]
+    monkeypatch.setattr(flower, "_pull_and_store_message", lambda **_: messages.pop(0))
+    monkeypatch.setattr(flower, "time", flower.time)  # both are put back
     monkeypatch.setattr(approved_supernode, "time", clock)
     approved_supernode.keep_pace(lambda: told.append(clock.now))
-    flower.messages += [None, 7]
     clock.now += 60
     assert flower._pull_and_store_message(state="...") is None
     flower.time.sleep(3)

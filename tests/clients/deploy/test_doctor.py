@@ -32,6 +32,7 @@ from tests.deployment.tls_server import serving
 from tests.marks import slow
 from tests.vaults import write_records
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 OFFLINE = {"tls", "clock", "door", "admitted"}
 
 
@@ -42,7 +43,7 @@ def node(make_node, own, tmp_path, tiny_bert) -> Node:
     data.chmod(0o600)
     columns = {"text_column": "note", "label_column": "department"}
     node = make_node(**(own | columns | {"data": data}), superlink=f"127.0.0.1:{free_port()}")
-    approve_model(node.vault, str(tiny_bert))
+    approve_model(node.vault, str(shutil.copytree(tiny_bert, tmp_path / "model")))
     approvals.approve(node.approved, "a" * 64)
     return node
 
@@ -88,6 +89,8 @@ def removed(*files) -> None:
         ("columns", lambda node: changed(node, prompt_column="note"), "response_column: required"),
         ("labels", lambda node: changed(node, labels=None), "labels: required"),
         ("models", lambda node: node.vault.models.write_text(""), "run `approve-model`"),
+        ("models", lambda node: (node.folder.parent / "model" / "vocab.txt").write_text("more"), "its files changed"),
+        pytest.param("decisions", lambda node: os.chown(node.approved, 1, 1), "run chown 0 /", marks=needs_root),
         ("registered", lambda node: removed(*node.folder.glob("ledger.sqlite*")), "holds no data set"),
         ("data", lambda node: removed(node.vault.data), "no such file"),
         ("files", lambda node: node.vault.data.chmod(0o604), "own.csv: mode 604 lets everybody in; chmod 600 /"),
@@ -153,14 +156,6 @@ def test_init_begins_the_counter_file_that_it_is_given(make, own, tmp_path):
     assert [each.counter for each in ReceiptLog(tmp_path / "counter").read()] == [0]
     assert made.node.vault.counter_file == tmp_path / "counter"
     assert "newest" not in failed(made.node)
-
-
-def test_a_model_that_changed(node, tiny_bert, tmp_path):
-    own = shutil.copytree(tiny_bert, tmp_path / "own")
-    approve_model(node.vault, str(own), name="ours")
-    assert failed(node) == {}
-    (own / "vocab.txt").open("a").write("more\n")
-    assert "ours: its files changed" in failed(node)["models"]
 
 
 def test_a_closed_node_stays_closed_until_it_is_opened(node):
@@ -261,12 +256,6 @@ def test_what_others_could_change_starts_no_supernode_of_another_user_until_the_
         supernode.prepare(replace(node, vault=replace(node.vault, client_user="nobody")))
     subprocess.run(said.partition("; run ")[2], shell=True, check=True)
     assert failed(node) == {}
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_what_the_supernodes_user_owns_decides_nothing(node):
-    os.chown(node.approved, 65534, 65534)
-    assert failed(node)["decisions"].endswith(f"run chown {os.geteuid()} {node.approved}")
 
 
 def test_a_vaults_key_that_is_missing_or_that_the_supernodes_user_can_read(node, monkeypatch):

@@ -26,7 +26,7 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.receipts import Receipt
 from simulations.sites import wait_until
 from tests import monitoring
-from tests.clients.deploy.test_vault_process import Lines
+from tests.clients.deploy.test_processes import Lines
 from tests.deployment.tls_server import serving
 from tests.monitoring import exported, firing, names, parsed, text_of, value
 
@@ -124,10 +124,7 @@ def test_a_coordinator_cannot_make_reasons_without_end(node):
     assert value(found, "fedpriv_refusals_total", reason="other") == 60
 
 
-ALERTS = ("NodeClosed", "LedgerUnusable", "VaultDown", "SuperNodeDown", "CoordinatorSilent")
-
-
-@pytest.mark.parametrize("alert", ALERTS)
+@pytest.mark.parametrize("alert", ["NodeClosed", "LedgerUnusable", "VaultDown", "SuperNodeDown", "CoordinatorSilent"])
 def test_alerts_of_a_node_fire(node, alert, monkeypatch):
     monkeypatch.setattr(separate_users, "is_running", lambda node: True)  # the socket below stands for its process
     charge(node, 1)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from clients.deploy import doctor
 from clients.deploy.admission import approve_model
 from clients.deploy.folder import Node
 from fedpriv.holder.vault import answer
@@ -29,7 +28,7 @@ from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.adversary.nodes import Answer, Question, ask, registering, restart, run_config, training
 from tests.cli.command_line import as_json, fedpriv
-from tests.clients.deploy.conftest import kit
+from tests.clients.deploy.conftest import check, kit
 from tests.marks import slow
 from tests.tiny import LABELS, WORDS
 from tests.vaults import write_records
@@ -85,9 +84,6 @@ class Site:
                 for each in db.data_sets()
             ]
 
-    def registered(self) -> str:
-        return doctor.check_registered(self.settings.ledger).detail
-
 
 @pytest.fixture
 def site(tmp_path, make_node, tiny_bert, monkeypatch) -> Callable[..., Site]:
@@ -130,11 +126,11 @@ def test_new_records_train_along_until_they_get_a_data_set_and_a_budget_of_their
     assert f"found {N_K + 9} records" in told
     assert "9 records more than registered: from the next start on all train" in told
     assert f"fedpriv node register {node.folder} --disjoint TEXT" in told
-    assert "see `records`" not in node.registered()
+    assert "see `records`" not in check(node, "registered").detail
     answered = node.train(2)
     assert tokenised == [text for text, _ in NEW], "the others were kept"
     assert f"found {N_K + 9} records to train on, more than N_k = {N_K}: all of them count" in caplog.text
-    assert "see `records`" in node.registered()
+    assert "see `records`" in check(node, "registered").detail
     (first, event, _), second = node.charges()
     assert second == (first, event, 2), "the same account pays the same for all of them"
     assert f"holds the same records as data set {first}" in node.kit("register", "--disjoint", "new ones", code=2)

@@ -12,12 +12,8 @@ from server.deploy import folder as folders
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGE = (DOCS / "who_decides.md").read_text()
-DECIDERS = {
-    "The operator decides",
-    "The coordinator decides, within bounds",
-    "The coordinator decides freely",
-    "The node ignores",
-}
+COORDINATOR = "The coordinator decides"
+DECIDERS = {"The operator decides", f"{COORDINATOR}, within bounds", f"{COORDINATOR} freely", "The node ignores"}
 
 
 def table() -> dict[str, str]:
@@ -42,17 +38,16 @@ def test_every_key_has_one_who_decides_it():
 
 def test_every_limit_has_its_default_on_the_page():
     stated = re.findall(r"`(m[a-z_]+)` \(([\d.,e-]+)\)", PAGE)
-    assert sorted((name, float(value.replace(",", ""))) for name, value in stated) == sorted(
-        (f.name, float(f.default)) for f in fields(NodeLimits)
-    )
+    limits = {f.name: float(f.default) for f in fields(NodeLimits)}
+    assert len(stated) == len(limits)
+    assert {name: float(value.replace(",", "")) for name, value in stated} == limits
 
 
 def test_who_may_read_which_file_is_what_the_page_says(make_node, own, tmp_path):
     """Of both sides, as their kits make the folders; a file of which the page says nothing is missing there."""
     node = make_node(**own)
-    folders.make(
-        tmp_path / "coordinator", addresses=["127.0.0.1"], port=9093, days=9, passphrase="a passphrase of some length"
-    )
+    secret = "a passphrase of some length"
+    folders.make(tmp_path / "coordinator", addresses=["127.0.0.1"], port=9093, days=9, passphrase=secret)
     upkeep = (DOCS / "node_upkeep.md").read_text()
     for folder, heading in ((node.folder, "file of a node"), (tmp_path / "coordinator", "file of a coordinator")):
         table = upkeep.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()

@@ -19,14 +19,7 @@ START: dict[str, np.ndarray] = {"weight": np.arange(6, dtype=np.float32).reshape
 
 
 class Node:
-    """One node with an account and an app.
-
-    Args:
-        folder: of the ledger.
-        mods: around the app's train function, made from what gives the account.
-        train: the app's update; what it raises, the app raises.
-        budget: epsilon of the account.
-    """
+    """One node with a ledger in a folder, an account of this budget, and an app with these mods around its update."""
 
     def __init__(self, folder: Path, mods: Callable[..., list], train: Train, budget: float | None = None) -> None:
         self.account = Account(

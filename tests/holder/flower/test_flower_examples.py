@@ -36,16 +36,11 @@ __all__ = ["flower_environment"]
 
 
 @pytest.fixture(params=NOISE_OFF)
-def name(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def example(name, tmp_path) -> Path:
+def example(request, tmp_path) -> Path:
     """A copy of an example with ledgers of its own and next to no noise."""
-    folder = tmp_path / name
-    shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    edit(folder, {"LEDGERS": tmp_path / "ledgers", **NOISE_OFF[name]})
+    folder = tmp_path / request.param
+    shutil.copytree(EXAMPLES / folder.name, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    edit(folder, {"LEDGERS": tmp_path / "ledgers", **NOISE_OFF[folder.name]})
     return folder
 
 
@@ -61,9 +56,9 @@ def edit(folder: Path, constants: dict[str, object]) -> None:
 
 
 @pytest.fixture
-def apps(example, name, monkeypatch) -> Iterator[tuple]:
+def apps(example, monkeypatch) -> Iterator[tuple]:
     """(client's app, server's app, task) of an example."""
-    package = f"digits_{name}"
+    package = f"digits_{example.name}"
     monkeypatch.syspath_prepend(str(example))
     yield tuple(import_module(f"{package}.{module}") for module in ("client_app", "server_app", "task"))
     for loaded in [each for each in sys.modules if each.split(".")[0] == package]:

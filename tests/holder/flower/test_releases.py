@@ -116,10 +116,6 @@ def test_with_huge_parameters_the_update_is_clipped_all_the_same(tmp_path):
     assert node.num_charges == 2
 
 
-def with_nan(received):
-    return {name: array * np.nan for name, array in received.items()}
-
-
 def raising(error):
     def train(received):
         raise error("record 17 is empty")
@@ -130,7 +126,7 @@ def raising(error):
 FAILING = {
     "broken": raising(ValueError),
     "refusing": raising(RefusedError),
-    "nan": with_nan,
+    "nan": lambda received: {name: array * np.nan for name, array in received.items()},
     "half": lambda received: {"weight": received["weight"]},
     "turned": lambda received: {name: array.T for name, array in received.items()},
     "integers": lambda received: {name: array.astype(np.int64) for name, array in received.items()},

@@ -298,20 +298,21 @@ def test_a_run_has_one_session_and_a_node_a_bounded_number_of_them(monkeypatch):
         terms = replace(TERMS, run=run, attempt=attempt * 16)
         return sessions.begin(terms, 0, sign=node(0).sign, approved=None, verify=verify_once)
 
+    def is_over(run: str, attempt: str) -> None:
+        with pytest.raises(ProtocolError, match="takes no part in it"):
+            sessions.of(run, attempt * 16)
+
     first, second = start("a", "01"), start("a", "02")
     assert first.expects is None
     assert sessions.of("a", "02" * 16) is second
-    with pytest.raises(ProtocolError, match="takes no part in it"):
-        sessions.of("a", "01" * 16)
+    is_over("a", "01")
     start("b", "01")
     start("c", "01")
     assert second.expects is None
-    with pytest.raises(ProtocolError, match="takes no part in it"):
-        sessions.of("a", "02" * 16)
+    is_over("a", "02")
     with pytest.raises(ProtocolError, match="has not approved"):
         sessions.begin(replace(TERMS, run="b"), 0, sign=node(0).sign, approved={}, verify=verify_once)
-    with pytest.raises(ProtocolError, match="takes no part in it"):
-        sessions.of("b", "01" * 16)
+    is_over("b", "01")
 
 
 # Two lists of survivors.

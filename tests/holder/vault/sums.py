@@ -41,15 +41,9 @@ def make_vaults(
     own: Callable[[int], Mapping[str, object]] = lambda client: {},
     **settings: object,
 ) -> dict[int, VaultSettings]:
-    """{client: its vault} of vaults that have approved each other; a vault of persons has two records of each.
+    """{client: its vault} of vaults, of these N_k, that have approved each other, with settings of their own or of all.
 
-    Args:
-        folder: of their folders.
-        model: that they have approved.
-        sizes: {client: N_k}.
-        of_persons: whether persons are protected.
-        own: settings of a client's vault alone.
-        settings: of all vaults.
+    A vault of persons has two records of each.
     """
     vaults = {}
     for client, size in sizes.items():
@@ -163,14 +157,23 @@ class Coordinator:
         return [entry for entry in self.entries(client) if entry.phase == "charged" and entry.run == run]
 
 
+class Refused(Exception):  # noqa: N818
+    """A vault refused, in these words."""
+
+
+def check_allowed(response: Response) -> None:
+    if response.code:
+        raise Refused(response.reason)
+
+
 def text(response: Response) -> str:
     """The text of an exchange's answer."""
-    assert not response.code, response.reason
+    check_allowed(response)
     return str(response.fields["message"])
 
 
 def vector(response: Response) -> np.ndarray:
     """The masked vector in the answer to a train request."""
-    assert not response.code, response.reason
+    check_allowed(response)
     words = response.arrays[kinds.ADAPTER][kinds.SUM]
     return words.view(words.dtype.str.replace("i", "u"))

@@ -58,14 +58,13 @@ def charged(holder, planned):
     policy, number = holder.policy, 0
     with Ledger(policy.ledger) as ledger:
         data_set = ledger.data_set()
-    for each, count in planned:
-        for _ in range(count):
-            key = Key(run=secrets.token_hex(8), round=number + 1, client="0", request="r")
-            try:
-                _charging.charge(policy, key, each, data_set, noise_source="secure")
-            except RetiredError:
-                return number
-            number += 1
+    for each in (release for release, count in planned for _ in range(count)):
+        key = Key(run=secrets.token_hex(8), round=number + 1, client="0", request="r")
+        try:
+            _charging.charge(policy, key, each, data_set, noise_source="secure")
+        except RetiredError:
+            return number
+        number += 1
     return number
 
 

@@ -181,16 +181,6 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
     assert node.phases[-2:] == ["charged", "released"]
 
 
-MALFORMED = {
-    "fields": [{"extra": 1}, {"noise_multiplier": "4"}],
-    "arrays": [
-        {},
-        {"adapter": {"unknown": np.zeros(3, np.float32)}},
-        {"adapter": {}, "signs": {"signs": np.zeros(3, np.uint8)}},
-    ],
-}
-
-
 def test_what_the_policy_does_not_allow_or_is_malformed_is_refused_and_costs_nothing(make, monkeypatch):
     node = make()
     for fields, reason in (
@@ -206,8 +196,9 @@ def test_what_the_policy_does_not_allow_or_is_malformed_is_refused_and_costs_not
     name, tensor = next(iter(node.initial.items()))
     whole = {key: value.numpy() for key, value in node.initial.items()}
     shapes = tensor[:-1].numpy(), np.full(tensor.shape, np.inf, np.float32), np.full(tensor.shape, 1e5, np.float32)
-    adapters = [{kinds.ADAPTER: whole | {name: array}} for array in shapes]
-    for changes in (*MALFORMED["fields"], *({"arrays": each} for each in (*MALFORMED["arrays"], *adapters))):
+    malformed = [{}, {"adapter": {"unknown": tensor.numpy()}}, {"adapter": {}, "signs": {"signs": tensor.numpy()}}]
+    malformed += [{"adapter": whole | {name: array}} for array in shapes]
+    for changes in ({"extra": 1}, {"noise_multiplier": "4"}, *({"arrays": each} for each in malformed)):
         assert node.ask(**changes).code, changes
     seeded = replace(node.request(), run_config=dict(node.run_config) | {"simulate": True})
     assert "seeded" in answer(seeded, node.holder).reason

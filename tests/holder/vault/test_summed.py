@@ -242,20 +242,16 @@ def test_an_upload_outside_the_protocol_counts_in_full_on_the_aggregate_view(sit
     assert plain(site) == 0
     assert not site.ask(1, site.request("bare", 1, site.spec)).code, "a request without terms, though the run has sums"
     assert [charge.aggregate_scale for charge in site.charges(1, "bare")] == [None]
+    # The counts of an evaluation are seen one by one, so its cost is the same on every view.
+    fields = kinds.pack_instruction("evaluation", 5, EvaluationSpec(noise_multiplier=4.0))
+    request = Request.of(EVALUATE, fields=fields, arrays={kinds.ADAPTER: arrays_of(site.initial)})
+    assert not site.ask(1, request, evaluation_noise_multiplier=4.0, test_data="").code
+    assert [charge.aggregate_scale for charge in site.charges(1, "evaluation")] == [1.0]
     (charge,) = site.charges(1, "plain")
     assert charge.aggregate_scale is None
     local = filtered_epsilon([events.from_json(charge.event)], DELTA)
     codes = [plain(with_budget(site, tmp_path, budget_epsilon=local * share)) for share in (1.001, 0.999)]
     assert codes == [0, RETIRED]
-
-
-def test_a_private_evaluation_is_charged_as_the_server_charges_it(site):
-    """Its counts are seen one by one, so its cost is the same on every view."""
-    fields = kinds.pack_instruction("evaluation", 5, EvaluationSpec(noise_multiplier=4.0))
-    request = Request.of(EVALUATE, fields=fields, arrays={kinds.ADAPTER: arrays_of(site.initial)})
-    answer = site.ask(1, request, evaluation_noise_multiplier=4.0, test_data="")
-    assert not answer.code, answer.reason
-    assert [charge.aggregate_scale for charge in site.charges(1, "evaluation")] == [1.0]
 
 
 def of_sum(site: Coordinator, run: str, *clients: int) -> list[Response]:
