@@ -1,6 +1,5 @@
 """A node charges its own ledger first, answers a repeated message with the same bytes, and retires itself."""
 
-import csv
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -62,12 +61,6 @@ class Node:
             verify_with_head(db, self.ledger)
             return sum(entry.phase == "charged" for entry in db.entries())
 
-    @property
-    def epsilon(self) -> float:
-        with reading(self.ledger) as db:
-            (data_set,) = db.data_sets()
-            return epsilon_of([release.event for release in db.releases(data_set.id)], data_set.delta).epsilon
-
 
 @pytest.fixture
 def node(small_run, tmp_path, monkeypatch) -> Node:
@@ -124,7 +117,9 @@ def test_the_node_retires_by_itself_and_never_passes_its_budget(small_run, tmp_p
     for round_ in range(1, 20):
         reply = node.ask(node.message(round_, num_rounds=30))
         codes.append(reply.error.code if reply.has_error() else 0)
-        assert node.epsilon <= 2.0
+    with reading(node.ledger) as db:
+        (data_set,) = db.data_sets()
+        assert epsilon_of([release.event for release in db.releases(data_set.id)], data_set.delta).epsilon <= 2.0
     assert set(codes) == {0, RETIRED}
     assert codes == sorted(codes), "once retired, always retired"
     assert node.num_charged == codes.count(0)
@@ -145,9 +140,7 @@ def test_the_registered_number_of_records_stays_when_the_file_changes(small_run,
     node = Node(small_run | {"data": str(table)}, tmp_path / "node.sqlite")
     ask = partial(answered, request_of(asked(REGISTER), node.context))
     first = kinds.answer_of(REGISTER, ask(node.context))
-    rows = list(csv.reader(table.open()))
-    with table.open("w", newline="") as file:
-        csv.writer(file).writerows(rows[:-40])
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:-40]))
     workbench_module.forget()
     second = kinds.answer_of(REGISTER, ask(node.context))
     assert second == first

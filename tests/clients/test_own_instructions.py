@@ -74,20 +74,23 @@ def refusal(settings, config):
     return response.reason
 
 
+def bench_for(settings, config):
+    """What a node makes of a run's configuration, and its bench."""
+    holder = Holder.of(settings)
+    run = run_of(to_flower(config), holder)
+    return run, bench_of(run, holder)
+
+
 def learned(bench):
     """The responses that a node trains on."""
     found = bench.client(0).features
-    return [
-        bench.base.tokenizer.decode(ids[mask.bool()])
-        for ids, mask in zip(found["input_ids"], found[RESPONSE_MASK], strict=True)
-    ]
+    masked = zip(found["input_ids"], found[RESPONSE_MASK], strict=True)
+    return [bench.base.tokenizer.decode(ids[mask.bool()]) for ids, mask in masked]
 
 
 def test_it_trains_on_the_responses_of_its_own_columns(node, folder):
-    holder = Holder.of(node())
-    config = run_of(to_flower(config_of(folder)), holder)
-    assert (config.prompt_column, config.response_column) == ("note", "department")
-    bench = bench_of(config, holder)
+    run, bench = bench_for(node(), config_of(folder))
+    assert (run.prompt_column, run.response_column) == ("note", "department")
     assert bench.features == ("input_ids", RESPONSE_MASK)
     assert learned(bench) == [f"{response}<|im_end|>" for _, response in ROWS]
 
@@ -143,9 +146,8 @@ def test_a_run_for_other_kinds_of_records_is_refused(node, folder):
 
 
 def test_answers_stand_for_the_labels_that_the_operator_agreed_to(node, folder):
-    holder = Holder.of(node(labels=["negative", "positive"], name="agreed"))
-    config = run_of(to_flower(config_of(folder, answers="no,yes", labels="negative,positive")), holder)
-    bench = bench_of(config, holder)
+    config = config_of(folder, answers="no,yes", labels="negative,positive")
+    _, bench = bench_for(node(labels=["negative", "positive"], name="agreed"), config)
     assert learned(bench) == ["no<|im_end|>", "yes<|im_end|>"] * 5
     assert bench.data.clients[0].pairs == ("negative", "positive") * 5, "what a run set would decide secret choices"
 
@@ -155,10 +157,9 @@ def test_a_node_of_choices_learns_the_right_ones_and_a_run_of_other_records_is_r
     rows = [(f"What is flu {i}?", "12"[i % 2], json.dumps(texts)) for i in range(10)]
     settings = node(rows, name="choices", choice_columns=["patient"], labels=["1", "2"])
     config = config_of(folder, choice_columns=["c"], labels=["1", "2"])
-    holder = Holder.of(settings)
-    run = run_of(to_flower(config), holder)
+    run, bench = bench_for(settings, config)
     assert run.choice_columns == ("patient",)
-    assert learned(bench_of(run, holder)) == [f"{texts[i % 2]}<|im_end|>" for i in range(10)]
+    assert learned(bench) == [f"{texts[i % 2]}<|im_end|>" for i in range(10)]
     assert update(settings, config).abs().sum() > 0
     assert "choice_columns: this node's records have choices" in refusal(settings, config_of(folder))
     assert "choice_columns: this node's records have none" in refusal(node(), config_of(folder, choice_columns=["c"]))

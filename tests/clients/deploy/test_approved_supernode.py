@@ -126,9 +126,7 @@ def test_a_supernode_pauses_for_shorter_while_messages_come(monkeypatch):
 
 
 @pytest.mark.parametrize("ends_at", [None, "pull_object", "confirm_message_received"])
-def test_of_a_run_that_ends_as_a_message_comes_a_node_keeps_the_message_and_answers_it_or_does_neither(
-    ends_at, monkeypatch
-):
+def test_of_a_run_that_ends_as_a_message_comes_a_node_keeps_and_answers_it_or_does_neither(ends_at, monkeypatch):
     monkeypatch.setattr(start_client_internal, "_pull_and_store_message", start_client_internal._pull_and_store_message)
     approved_supernode.answer_each_message()
     state, store, link = Mock(), Mock(), Mock()

@@ -24,7 +24,6 @@ from fedpriv.holder.vault.settings import terms_of
 from fedpriv.operate import approvals
 from fedpriv.privacy.ledger.head_file import head_path
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.privacy.ledger.receipts import ReceiptLog
 from simulations.sites import free_port
 from tests.cli.command_line import fedpriv
 from tests.clients.deploy.conftest import charge, check, kit
@@ -77,11 +76,6 @@ def test_settings_that_the_registered_data_set_does_not_have_or_allow_fail_until
     assert failed(node) == {}
 
 
-def removed(*files) -> None:
-    for file in files:
-        file.unlink()
-
-
 @pytest.mark.parametrize(
     ("name", "spoil", "said"),
     [
@@ -91,8 +85,12 @@ def removed(*files) -> None:
         ("models", lambda node: node.vault.models.write_text(""), "run `approve-model`"),
         ("models", lambda node: (node.folder.parent / "model" / "vocab.txt").write_text("more"), "its files changed"),
         pytest.param("decisions", lambda node: os.chown(node.approved, 1, 1), "run chown 0 /", marks=needs_root),
-        ("registered", lambda node: removed(*node.folder.glob("ledger.sqlite*")), "holds no data set"),
-        ("data", lambda node: removed(node.vault.data), "no such file"),
+        (
+            "registered",
+            lambda node: [each.unlink() for each in node.folder.glob("ledger.sqlite*")],
+            "no data set",
+        ),
+        ("data", lambda node: node.vault.data.unlink(), "no such file"),
         ("files", lambda node: node.vault.data.chmod(0o604), "own.csv: mode 604 lets everybody in; chmod 600 /"),
         ("files", lambda node: node.vault.ledger.chmod(0o604), "ledger.sqlite: mode 604 lets everybody in; chmod 600"),
         ("node.key", lambda node: node.key.chmod(0o640), ""),
@@ -104,9 +102,7 @@ def test_what_the_operator_left_open_fails_by_name(node, name: str, spoil: Calla
     assert said in failed(node)[name]
 
 
-def test_a_node_that_decided_everything_passes_whatever_the_file_holds_and_one_of_the_corpus_needs_code_alone(
-    node, make_node
-):
+def test_a_node_that_decided_everything_passes_and_one_of_the_corpus_needs_code_alone(node, make_node):
     assert set(failed(make_node("corpus"))) == {"approved"}
     assert failed(node) == {}
     node.vault.data.write_bytes(b"\xff\0 no table at all")
@@ -151,13 +147,6 @@ def test_a_restored_ledger_is_noticed_and_recovered(node, tmp_path, counted):
     charge(node, 3)
 
 
-def test_init_begins_the_counter_file_that_it_is_given(make, own, tmp_path):
-    made = make("counted", **own, counter_file=tmp_path / "counter")
-    assert [each.counter for each in ReceiptLog(tmp_path / "counter").read()] == [0]
-    assert made.node.vault.counter_file == tmp_path / "counter"
-    assert "newest" not in failed(made.node)
-
-
 def test_a_closed_node_stays_closed_until_it_is_opened(node):
     node.vault.closed.write_text("its child process was killed\n")
     assert "its child process was killed" in failed(node)["open"]
@@ -197,9 +186,7 @@ def test_what_proc_hides_is_not_taken_for_another_program(node, monkeypatch, tmp
 
 
 @pytest.mark.parametrize("closed", [".", "site", "site/node/ca.crt"])
-def test_a_way_that_is_closed_to_the_supernodes_user_fails_as_start_would_until_the_advice_is_taken(
-    node, tmp_path, monkeypatch, closed
-):
+def test_a_way_closed_to_the_supernodes_user_fails_until_the_advice_is_taken(node, tmp_path, monkeypatch, closed):
     """A home of mode 700, for instance, is passed by its owner alone."""
     monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
     for folder in (tmp_path, *tmp_path.parents[:2]):

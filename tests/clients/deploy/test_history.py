@@ -1,7 +1,6 @@
 """The kit's commands note what they change; the vault notes what somebody changed by hand; `history` shows both."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -95,6 +94,5 @@ def test_a_command_of_root_leaves_the_history_to_the_owner_of_the_folder(node):
     for path in [node.folder, *node.folder.iterdir()]:
         os.chown(path, 1, 1)
     kit("approve", node.folder, DIGEST)
-    files = [Path(each) for each in node.folder.glob("history.jsonl*")]
-    assert [each.stat().st_uid for each in files] == [1, 1]
+    assert [each.stat().st_uid for each in node.folder.glob("history.jsonl*")] == [1, 1]
     assert history.read(node.folder)[-1].uid == 0

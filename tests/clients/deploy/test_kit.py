@@ -129,10 +129,13 @@ def test_a_file_of_another_version_or_with_a_wrong_value_is_refused_by_name(make
         path.write_text(text)
 
 
-def test_an_invitation_says_what_is_planned_and_its_labels_are_the_nodes(tmp_path, invite, table):
+def test_an_invitation_that_was_compared_says_what_is_planned_and_its_labels_are_the_nodes(tmp_path, invite, table):
     run = {"rounds": 3, "target_epsilon": 2, "labels": list(LABELS), "secure_aggregation": True, "min_clients": 3}
     file = invite(run={**run, "out": "\x1b]0;title"})
     options = ["--data", table, "--text-column", "text", "--label-column", "label", "--budget-epsilon", 4]
+    for told in ([], ["--fingerprint", "ABCD-EFGH-IJKL-MNOP-QRST"]):  # it was not compared
+        assert "--fingerprint" in kit("init", tmp_path / "node", "--invite", file, *told, *options, code=2)
+    assert not list(tmp_path.iterdir())
     said = kit("init", tmp_path / "node", *heard(file), *options)
     assert "planned: target_epsilon = 2\n" in said
     assert "\x1b" not in said
@@ -140,12 +143,6 @@ def test_an_invitation_says_what_is_planned_and_its_labels_are_the_nodes(tmp_pat
     assert "adds up under masks, but the budget counts uploads" in said
     assert Node.read(tmp_path / "node").vault.labels == LABELS
     assert approvals.approved(tmp_path / "node" / "approved-fabs") == frozenset()
-
-
-def test_nothing_is_made_of_an_invitation_whose_fingerprint_was_not_compared(tmp_path, invite):
-    for told in ([], ["--fingerprint", "ABCD-EFGH-IJKL-MNOP-QRST"]):
-        assert "--fingerprint" in kit("init", tmp_path / "node", "--invite", invite(), *told, code=2)
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_asked_is_approved_only_as_this_machine_has_it(tmp_path, invite, tiny_bert, monkeypatch):

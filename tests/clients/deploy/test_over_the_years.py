@@ -217,10 +217,8 @@ def test_an_erased_record_is_in_no_later_upload_and_not_in_the_file_of_tokens(si
 
 def written(path: Path, persons: Sequence[str]) -> Path:
     """A table with a record for each of these persons, in any format."""
-    rows = [
-        {"note": f'{WORDS[i]}, "{WORDS[-i]}"', "department": LABELS[i % 2], "patient": p} for i, p in enumerate(persons)
-    ]
-    frame = pd.DataFrame(rows)
+    notes = [(f'{WORDS[i]}, "{WORDS[-i]}"', LABELS[i % 2], person) for i, person in enumerate(persons)]
+    frame = pd.DataFrame(notes, columns=["note", "department", "patient"])
     if path.suffix == ".parquet":
         frame.to_parquet(path)
     elif path.suffix == ".gz":

@@ -9,7 +9,6 @@ import typer
 from clients.deploy import records
 from clients.deploy.folder import Node
 from fedpriv.config import ON_NODES, parse
-from fedpriv.errors import InputError
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.learning.data.federated import load_own
 from fedpriv.privacy.ledger.ledger import Ledger
@@ -19,7 +18,6 @@ from tests.vaults import write_records
 
 PROMPTS = ("--prompt-column", "note", "--response-column", "department")
 ROWS = [("a b", LABELS[0]), ("a", LABELS[0]), ("c", LABELS[1]), ("", LABELS[2]), ("d", "dentistry"), ("e", "")]
-
 
 # The terms that every node with records must state; those of classifiers name labels too.
 BUDGET = ("--budget-epsilon", 4)
@@ -224,14 +222,6 @@ def test_a_node_of_the_corpus_registers_nothing(make):
     assert not made.node.vault.ledger.exists()  # how many records it has, its first run says
 
 
-@pytest.mark.parametrize("wrong", [{"budget_epsilon": None}, {"labels": ()}, {"labels": ("a", "a")}])
-def test_terms_left_open_are_refused(tmp_path, data, wrong):
-    values = {"partition_id": 0, "name": "n", "data": data, "labels": LABELS, "budget_epsilon": 1.0}
-    records.check_terms(VaultSettings(folder=tmp_path, **values))
-    with pytest.raises(InputError, match=next(iter(wrong))):
-        records.check_terms(VaultSettings(folder=tmp_path, **(values | wrong)))
-
-
 def test_likely_mistakes_are_told_to_the_operator_alone_and_nothing_is_registered(tmp_path, init):
     rows = [(f"note {row}", LABELS[row % 3]) for row in range(60)]
     rows[4], rows[7], rows[9] = ("note", f"{LABELS[1]} "), ("note", LABELS[1].upper()), ("note", "#N/A")
@@ -256,9 +246,7 @@ def test_likely_mistakes_are_told_to_the_operator_alone_and_nothing_is_registere
         ("own.tsv", ";", "utf-8", ["--separator", "semicolon"]),
     ],
 )
-def test_a_node_reads_separators_by_the_header_and_encodings_by_name(
-    tmp_path, init, name, separator, encoding, options
-):
+def test_a_node_reads_separators_by_the_header_encodings_by_name(tmp_path, init, name, separator, encoding, options):
     rows = [("note", "department"), *((f"Köln {row}", LABELS[row % 3]) for row in range(6))]
     (tmp_path / name).write_text("".join(separator.join(row) + "\n" for row in rows), encoding=encoding)
     init(tmp_path / "node", tmp_path / name, *TERMS, *options)

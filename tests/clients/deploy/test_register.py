@@ -26,6 +26,7 @@ from tests.cli.command_line import as_json, fedpriv
 from tests.clients.deploy.conftest import charge, check
 from tests.tiny import with_persons
 
+NUM_RECORDS = 240  # of the table
 STEP = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.5)
 
 
@@ -39,10 +40,8 @@ def plan_of(tmp_path, node):
     """Writes a plan for the node, partition 1, of so many steps."""
 
     def write(count: int, **changes: object) -> Path:
-        with Ledger(node.vault.ledger) as ledger:
-            num_records = ledger.data_set().num_records
         event = {"version": 1, "kind": "subsampled_gaussian", **STEP.with_count(count).to_fields()}
-        client = {"client": 1, "num_records": num_records, "delta": 5e-6, "events": [event]} | changes
+        client = {"client": 1, "num_records": NUM_RECORDS, "delta": 5e-6, "events": [event]} | changes
         path = tmp_path / f"plan-{count}.json"
         path.write_text(json.dumps({"view": "local", "clients": [client]}))
         return path
@@ -144,9 +143,7 @@ def test_a_later_plan_adds_its_epsilon_and_delta(node, plan_of):
         charge(node, 5, STEP)
 
 
-def test_what_is_no_filter_not_the_nodes_plan_or_allows_nothing_is_refused_by_name_in_one_line(
-    node, plan_of, make_node, own, tmp_path
-):
+def test_what_is_no_rule_of_this_node_or_allows_nothing_is_refused_by_name(node, plan_of, make_node, own, tmp_path):
     before, ledger = enforced(node), tmp_path / "ledger.sqlite"
     with pytest.raises(InputError, match=r"budget_epsilon = 0\.0001: a Renyi filter of order 1024 allows nothing"):
         make_node("poor", **own | {"budget_epsilon": 1e-4, "ledger_file": ledger})

@@ -152,10 +152,10 @@ def test_nothing_but_the_sum_of_all_honest_survivors_can_be_computed(arrived):
     np.testing.assert_array_equal(to_centred(view.remainder(whole)), sum(view.values[client] for client in honest))
 
 
-@pytest.mark.parametrize("arrived", [(0, 1, 2, 3, 4), (0, 1, 4), (0,)], ids=str)
-def test_without_a_reveal_nothing_at_all_can_be_computed(arrived):
-    view, _ = played(arrived=arrived, revealing=False)
-    assert all(looks_uniform(view.remainder(part)) for part in groups(set(arrived) - {COLLUDER}))
+def test_without_a_reveal_nothing_at_all_can_be_computed():
+    for arrived in ((0, 1, 2, 3, 4), (0, 1, 4), (0,)):
+        view, _ = played(arrived=arrived, revealing=False)
+        assert all(looks_uniform(view.remainder(part)) for part in groups(set(arrived) - {COLLUDER}))
 
 
 def test_a_vector_that_arrives_after_its_masks_were_revealed_is_hidden_by_the_self_mask_alone():

@@ -113,11 +113,8 @@ def test_the_sum_of_many_is_exact_after_random_dropouts(num_clients):
 def test_sums_are_centred_and_wrap_around_at_half_the_modulus(bits):
     half = 2 ** (bits - 1)
     terms = make_terms(3, modulus_bits=bits, dimension=6)
-    values = {
-        0: np.array([half - 1, -half, half - 1, -1, 0, 7]),
-        1: np.array([0, 0, 1, -1, 0, -9]),
-        2: np.array([0, 0, 0, -1, 0, 1]),
-    }
+    rows = [half - 1, -half, half - 1, -1, 0, 7], [0, 0, 1, -1, 0, -9], [0, 0, 0, -1, 0, 1]
+    values = {client: np.array(row) for client, row in enumerate(rows)}
     attempt = Attempt(terms=terms, values=values)
     recovered = attempt.advertise().share().mask().confirm().reveal()
     assert attempt.vectors[0].dtype == np.dtype(f"uint{bits}")

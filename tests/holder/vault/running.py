@@ -47,14 +47,9 @@ class Running:
 
     def __init__(self, settings: VaultSettings, *arguments: str, **options: object) -> None:
         self.settings = settings
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fedpriv.holder.vault", *arguments, str(settings.folder)],
-            stdout=subprocess.PIPE,
-            stderr=(settings.folder.parent / "vault.log").open("a"),
-            text=True,
-            cwd=ROOT,
-            **options,
-        )
+        command = [sys.executable, "-m", "fedpriv.holder.vault", *arguments, str(settings.folder)]
+        streams = {"stdout": subprocess.PIPE, "stderr": (settings.folder.parent / "vault.log").open("a")}
+        self.process = subprocess.Popen(command, text=True, cwd=ROOT, **streams, **options)
         assert self.process.stdout.readline().startswith("vault listens on")
 
     @property

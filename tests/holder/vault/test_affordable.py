@@ -117,12 +117,10 @@ def test_slots_of_a_committed_plan_count(holder):
     assert affordable(own, PLAN).fields["releases"] == charged(own, PLAN) == 4
 
 
-RUN = {"recipe": "per-sample", "data": "on-nodes", "labels": ",".join(LABELS), "rounds": 6, "layers": "last-1"}
-
-
 def asked(tiny_bert, **values):
     """What a run asks, its specification and what one release of it costs."""
-    run = RUN | {"model": str(tiny_bert), "num_clients": 2, "batch_size": 4, "noise_multiplier": 2.0} | values
+    run = {"recipe": "per-sample", "data": "on-nodes", "labels": ",".join(LABELS), "rounds": 6, "layers": "last-1"}
+    run |= {"model": str(tiny_bert), "num_clients": 2, "batch_size": 4, "noise_multiplier": 2.0} | values
     spec = UpdateSpec.of(parse(run))
     return to_flower(parse(run)), [(spec, release(spec.noise_multiplier, spec.probability(NUM_RECORDS)))]
 

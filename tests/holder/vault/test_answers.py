@@ -111,7 +111,6 @@ def test_an_instruction_that_protects_no_person_or_asks_for_more_of_one_is_refus
 
 
 # A request that was answered before an upgrade still finds its stored reply: its digest in the ledger is the same.
-
 RUN = {
     **{"model": "tiny", "layers": "last-1", "rank": 4, "data": ON_NODES, "labels": list(LABELS), "num_clients": 3},
     **{"learning_rate": 0.5, "lora_learning_rate": 0.1, "lora_head_learning_rate": 0.2, "seed": 4},
@@ -151,11 +150,8 @@ def test_requests_have_the_digests_that_they_had_before(tiny_bert, tmp_path, mon
 
 
 # A node trains an encoder whose head is replaced as it does any other: in every phase with its records.
-
 NUM = 60
 ROWS = [(f"{WORDS[i % 13]} {WORDS[i % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i in range(NUM)]
-POLICY = "min_effective_noise_multiplier = 1e-6\n"
-ROUNDS = {"start": 1, "head": 2, "all": 4}
 
 
 @pytest.fixture(params=["roberta", *slow("bert", "distilbert")])
@@ -166,7 +162,8 @@ def model(request, tmp_path, tiny_bert):
 
 def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):
     data = write_records(tmp_path / "own.csv", ROWS)
-    settings = make_vault(tmp_path / "node", data, model, policy=POLICY, budget_epsilon=1e12)
+    policy = "min_effective_noise_multiplier = 1e-6\n"
+    settings = make_vault(tmp_path / "node", data, model, policy=policy, budget_epsilon=1e12)
     holder = Holder.of(settings)
     run = {"model": str(model), "data": ON_NODES, "labels": list(LABELS), "num_clients": 3, "rounds": 4}
     config = parse(run | {"lora_rounds": 1, "noise_multiplier": 1e-4, "lora_noise_multiplier": 1e-4})
@@ -179,7 +176,7 @@ def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):
     planned = with_learning_rates(calibrated(config, sizes, bench.initial), sizes, bench.initial)
     schedule, uploads = RunSchedule.of(planned), {}
     moved = {name: tensor + 0.05 for name, tensor in bench.initial.items()}
-    for phase, round_ in ROUNDS.items():
+    for phase, round_ in {"start": 1, "head": 2, "all": 4}.items():
         assert schedule.phase(round_).name == phase
         fields = kinds.pack_instruction("run", round_, schedule.spec(round_))
         asked = {"run_config": run_config, "fields": fields, "arrays": {kinds.ADAPTER: arrays_of(moved)}}

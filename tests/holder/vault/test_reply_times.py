@@ -71,9 +71,6 @@ def test_a_ledger_that_has_grown_is_given_time(node, start, monkeypatch):
     assert taken < seconds
 
 
-ALSO = [pytest.param(*each, marks=pytest.mark.slow) for each in (("none", 1), ("all lengths", 1), ("long", 2))]
-
-
 @pytest.fixture
 def node(tiny_bert, tmp_path, monkeypatch):
     """Builds a node with a table, for whose reply times a charge more or less makes no difference."""
@@ -121,9 +118,10 @@ def work(node, request: Request) -> tuple[float, float]:
     return seconds, time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("table", "cores"), [("long", 1), ("all lengths", 2), *ALSO])
-def test_a_reply_has_time_for_the_largest_draw_of_any_records(node, start, monkeypatch, table, cores):
+@pytest.mark.parametrize("case", [("long", 1), ("all lengths", 2), *slow(("none", 1), ("all lengths", 1), ("long", 2))])
+def test_a_reply_has_time_for_the_largest_draw_of_any_records(node, start, monkeypatch, case):
     """Whether one process takes them, or workers that are forked share them."""
+    table, cores = case
     monkeypatch.setattr(workbench, "num_cores", lambda: cores)
     own = node(table)
     first, again, later = (work(own, everyone(start, round_)) for round_ in (1, 2, 3))

@@ -68,21 +68,9 @@ def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings,
     assert settings.events.stat().st_mode & 0o777 == 0o600
 
 
-def test_requests_that_come_at_once_are_answered_one_after_the_other(vault, settings, train):
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: ask(settings.socket, train(run=f"at once {i % 2}")), range(8)))
-    assert not any(answer.code for answer in answers)
-    assert len({next(iter(answer.arrays[kinds.ADAPTER].values())).tobytes() for answer in answers}) == 2
-
-
-NO_FRAMES = (
-    *(b"", b"\0" * 8, b"\0\0\0\2\0\0\0\0[]", b"\xff" * 8, b"\0\0\0\2\0\0\0\0{"),
-    *(b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)),
-)
-
-
 def test_what_is_no_frame_is_refused_or_dropped_and_the_vault_lives(vault, settings, run_config):
-    for sent in NO_FRAMES:
+    texts = b"\0\0\0\2\0\0\0\0[]", b"\0\0\0\2\0\0\0\0{", b"GET / HTTP/1.1\r\n\r\n"
+    for sent in (b"", b"\0" * 8, b"\xff" * 8, os.urandom(5000), *texts):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(60)
             connection.connect(str(settings.socket))
@@ -144,9 +132,7 @@ def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(setti
 
 
 @pytest.mark.slow
-def test_a_vault_that_is_killed_leaves_no_process_with_the_records_and_is_closed_until_it_is_opened(
-    settings, train, vault
-):
+def test_a_killed_vault_leaves_no_process_with_the_records_and_is_closed_until_it_is_opened(settings, train, vault):
     request = train(run="orphan", local_steps=600)
     ThreadPoolExecutor(1).submit(ask, settings.socket, request, retry_seconds=0.0)
     wait_until(lambda: charges(settings, "orphan"), "the charge", 60, every=0.01)

@@ -279,12 +279,9 @@ def test_peers_tell_a_vault_that_was_restored_as_a_whole(make):
     refused(site, restored, "its operator must recover it", run="fourth")
     assert not peer.code
     assert (len(site.charges(1, "first")), site.charges(1, "second")) == (1, [])
-    (known,) = (each for each in ReceiptLog(site.vaults[0].receipts_of_peers).read() if each.is_of(line_of(site, 1)))
+    line = keys.public_line(vault.key)
+    (known,) = (each for each in ReceiptLog(site.vaults[0].receipts_of_peers).read() if each.is_of(line))
     assert known.counter == 2
-
-
-def line_of(site: Coordinator, client: int) -> str:
-    return keys.public_line(site.vaults[client].key)
 
 
 @pytest.mark.parametrize("lie", ["left out", *slow("made up", "another's")])
@@ -306,7 +303,7 @@ def test_peers_keep_only_what_its_signer_signed_and_little_of_each(site, tmp_pat
     signed, stranger = link.signed(peer.key), link.signed(site.vaults[2].key)
     forged = replace(signed, counter=7)
     newer, older = replace(link, counter=6).signed(peer.key), replace(link, counter=4).signed(peer.key)
-    lines = {line_of(site, 0)}
+    lines = {keys.public_line(peer.key)}
     watch.told(["x", "[" * 10**5, signed.text(), stranger.text(), forged.text(), newer.text(), older.text()], lines)
     assert list(ReceiptLog(watch.of_peers).read()) == [newer]
     assert not watch.kept.exists()

@@ -21,10 +21,8 @@ FIELDS = {"run": "r", "round": 1, "rate": 0.1, "silent": False}
 
 
 def request(**changes) -> Request:
-    own = {"receipt": "a receipt"}
-    return Request.of(
-        "train", {"model": "tiny", "rank": 4}, **{"fields": FIELDS, "arrays": {"a": ARRAYS}, "own": own, **changes}
-    )
+    values = {"fields": FIELDS, "arrays": {"a": ARRAYS}, "own": {"receipt": "a receipt"}} | changes
+    return Request.of("train", {"model": "tiny", "rank": 4}, **values)
 
 
 def test_what_was_packed_comes_out_in_its_order_and_may_be_written():
