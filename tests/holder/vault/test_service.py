@@ -135,7 +135,7 @@ def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(setti
 def test_a_killed_vault_leaves_no_process_with_the_records_and_is_closed_until_it_is_opened(settings, train, vault):
     request = train(run="orphan", local_steps=600)
     ThreadPoolExecutor(1).submit(ask, settings.socket, request, retry_seconds=0.0)
-    wait_until(lambda: charges(settings, "orphan"), "the charge", 60, every=0.01)
+    wait_until((settings.folder / "working").exists, "work on records, which follows the charge", 60, every=0.01)
     child = psutil.Process(vault.child)
     family = [child, *child.children(recursive=True)]
     vault.process.kill()
