@@ -23,6 +23,7 @@ from fedpriv.learning.aggregation.rules import RULES, SERVER_OPTIMIZERS, ServerO
 
 LAYERS = {"m.query": (7, 5), "m.value": (6, 9)}  # name: (out, in)
 EXACT = ("fedex-lora", "flora")
+WEIGHTS = [0.5, 0.3, 0.2]
 
 
 def lora(seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
@@ -58,8 +59,7 @@ def start_of(rule: str) -> GlobalModel:
 def function(model: GlobalModel) -> dict[str, torch.Tensor]:
     """What the global model adds to each frozen weight, and the rest of its tensors."""
     combined = as_one_adapter(model.adapter, model.merged)
-    products = {name: left.double() @ right.double() for name, (left, right) in factors_of(combined).items()}
-    return products | {"head.weight": combined["head.weight"].double()}
+    return products(combined) | {"head.weight": combined["head.weight"].double()}
 
 
 def assert_same(one: GlobalModel, other: GlobalModel) -> None:
@@ -67,18 +67,12 @@ def assert_same(one: GlobalModel, other: GlobalModel) -> None:
         torch.testing.assert_close(function(other)[name], value, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("weights", [[1.0], [0.4, 0.3, 0.2, 0.1]], ids=len)
 @pytest.mark.parametrize("rule", RULES)
-def test_identical_uploads_give_the_same_model_as_a_single_one(rule):
-    (upload,) = uploads_of(rule, 1)
-    one = RULES[rule].aggregate(start_of(rule), [upload], [1.0])
-    assert_same(RULES[rule].aggregate(start_of(rule), [upload] * 4, [0.4, 0.3, 0.2, 0.1]), one)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_upload_of_a_single_client_becomes_the_global_model(rule):
+def test_the_upload_of_one_client_or_of_several_alike_becomes_the_global_model(rule, weights):
     (upload,) = uploads_of(rule, 1)
     expected = GlobalModel(initial={}, adapter=upload)
-    assert_same(RULES[rule].aggregate(start_of(rule), [upload], [1.0]), expected)
+    assert_same(RULES[rule].aggregate(start_of(rule), [upload] * len(weights), weights), expected)
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if not RULES[name].restarts])
@@ -97,13 +91,13 @@ def test_fresh_adapters_that_stay_unchanged_leave_the_global_model_unchanged(rul
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_order_of_clients_does_not_matter(rule):
-    uploads, weights = uploads_of(rule, 3), [0.5, 0.3, 0.2]
-    models = [
-        RULES[rule].aggregate(start_of(rule), [uploads[k] for k in order], [weights[k] for k in order])
+    uploads = uploads_of(rule, 3)
+    first, *others = [
+        RULES[rule].aggregate(start_of(rule), [uploads[k] for k in order], [WEIGHTS[k] for k in order])
         for order in itertools.permutations(range(3))
     ]
-    for model in models[1:]:
-        assert_same(model, models[0])
+    for model in others:
+        assert_same(model, first)
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.4], [1.0, 1.0], [0.5, 0.5, 0.0]])
@@ -113,19 +107,31 @@ def test_weights_that_do_not_sum_to_one_for_each_upload_are_refused(rule, weight
         RULES[rule].aggregate(start_of(rule), uploads_of(rule, 2), weights)
 
 
+def products(adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: left.double() @ right.double() for name, (left, right) in factors_of(adapter).items()}
+
+
+def assert_average_of_products(found: dict, uploads: list[dict[str, torch.Tensor]], base: dict | None = None) -> None:
+    """Whether each layer's product is the weighted average of the uploads' products, on top of the base."""
+    for name in LAYERS:
+        average = sum(w * products(upload)[name] for w, upload in zip(WEIGHTS, uploads, strict=True))
+        torch.testing.assert_close(found[name], average + (base or {}).get(name, 0.0), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("rule", EXACT)
 def test_exact_rules_give_the_average_of_the_products(rule, rounds):
-    model, weights = start_of(rule), [0.5, 0.3, 0.2]
+    model = start_of(rule)
     for round_ in range(rounds):
         base = {name: product.matrix().double() for name, product in model.merged.items()}
         uploads = [lora(100 * round_ + k) for k in range(3)]
-        model = RULES[rule].aggregate(model, uploads, weights)
-        average = function(model)
-        for name in LAYERS:
-            products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
-            expected = sum(w * p for w, p in zip(weights, products, strict=True)) + base.get(name, 0.0)
-            torch.testing.assert_close(average[name], expected, atol=2e-6, rtol=1e-5)
+        model = RULES[rule].aggregate(model, uploads, WEIGHTS)
+        assert_average_of_products(function(model), uploads, base)
+
+
+def test_stacking_accepts_clients_of_different_rank():
+    uploads = [lora(k, rank=k + 1) for k in range(3)]
+    assert_average_of_products(function(RULES["flora"].aggregate(start_of("flora"), uploads, WEIGHTS)), uploads)
 
 
 def test_averaging_factors_does_not_give_the_average_of_products():
@@ -134,43 +140,29 @@ def test_averaging_factors_does_not_give_the_average_of_products():
     assert any((function(exact)[name] - function(plain)[name]).abs().max() > 0.1 for name in LAYERS)
 
 
-def test_with_a_shared_frozen_factor_averaging_is_exact():
-    uploads, weights = uploads_of("ffa-lora", 3), [0.5, 0.3, 0.2]
-    shared = {name: tensor for name, tensor in lora(0).items() if name.endswith(A_SUFFIX)}
-    trained = [{name: t for name, t in upload.items() if name not in shared} for upload in uploads]
-    model = RULES["ffa-lora"].aggregate(GlobalModel(initial={}, adapter=trained[0]), trained, weights)
-    for name in LAYERS:
-        products = [upload[name + B_SUFFIX].double() @ shared[name + A_SUFFIX].double() for upload in trained]
-        expected = sum(w * p for w, p in zip(weights, products, strict=True))
-        average = model.adapter[name + B_SUFFIX].double() @ shared[name + A_SUFFIX].double()
-        torch.testing.assert_close(average, expected, atol=1e-6, rtol=1e-5)
+def with_inner(upload: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapter of factors B R and A, of R alone."""
+    factors = {}
+    for name, (b, a) in factors_of(lora(0)).items():
+        factors |= {name + B_SUFFIX: b.double() @ upload[name + INNER_SUFFIX].double(), name + A_SUFFIX: a}
+    return factors
 
 
-def test_averaging_what_is_between_shared_frozen_factors_is_exact():
-    factors, weights = factors_of(lora(0)), [0.5, 0.3, 0.2]
-    generator = torch.Generator().manual_seed(1)
-    uploads = [{name + INNER_SUFFIX: torch.randn(2, 2, generator=generator) for name in LAYERS} for _ in range(3)]
-    average = RULES["fed-sb"].aggregate(GlobalModel(initial={}, adapter=uploads[0]), uploads, weights).adapter
-
-    def product(layer: str, upload: dict[str, torch.Tensor]) -> torch.Tensor:
-        b, a = factors[layer]
-        return b.double() @ upload[layer + INNER_SUFFIX].double() @ a.double()
-
-    for name in LAYERS:
-        expected = sum(w * product(name, upload) for w, upload in zip(weights, uploads, strict=True))
-        torch.testing.assert_close(product(name, average), expected, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("turn", [B_SUFFIX, A_SUFFIX])
-def test_averaging_the_factor_whose_turn_it_is_is_exact(turn):
-    """With rolora all clients share the other factor, since they were sent it and uploaded it as it was."""
-    sent, weights = lora(0), [0.5, 0.3, 0.2]
-    uploads = [sent | {name: t for name, t in lora(k + 1).items() if name.endswith(turn)} for k in range(3)]
-    found = function(RULES["rolora"].aggregate(GlobalModel(initial={}, adapter=sent), uploads, weights))
-    for name in LAYERS:
-        products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
-        expected = sum(w * p for w, p in zip(weights, products, strict=True))
-        torch.testing.assert_close(found[name], expected, atol=2e-6, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("rule", "trained"), [("ffa-lora", B_SUFFIX), ("rolora", B_SUFFIX), ("rolora", A_SUFFIX), ("fed-sb", INNER_SUFFIX)]
+)
+def test_averaging_what_is_trained_alone_is_exact(rule, trained):
+    """All clients share the rest: they were sent it, and upload it as it was, or not at all."""
+    sent, generator = lora(0), torch.Generator().manual_seed(1)
+    if trained == INNER_SUFFIX:
+        uploads = [{name + trained: torch.randn(2, 2, generator=generator) for name in LAYERS} for _ in range(3)]
+    else:
+        uploads = [{name: t for name, t in lora(k + 1).items() if name.endswith(trained)} for k in range(3)]
+    if rule == "rolora":
+        uploads = [sent | upload for upload in uploads]
+    average = RULES[rule].aggregate(GlobalModel(initial={}, adapter=uploads[0]), uploads, WEIGHTS).adapter
+    found, *expected = [with_inner(u) if rule == "fed-sb" else sent | u for u in (average, *uploads)]
+    assert_average_of_products(products(found), expected)
 
 
 # Rules that rewrite the model after the server's step
@@ -230,15 +222,6 @@ def test_fedsvd_gives_singular_vectors_by_falling_singular_value(shape, rank_of_
 def test_fedsvd_keeps_a_while_b_is_zero():
     model, after = finished("fedsvd", (7, 5, 2), 0)
     assert all(torch.equal(after.adapter[name], tensor) for name, tensor in model.adapter.items())
-
-
-def test_stacking_accepts_clients_of_different_rank():
-    uploads, weights = [lora(k, rank=k + 1) for k in range(3)], [0.5, 0.3, 0.2]
-    average = function(RULES["flora"].aggregate(start_of("flora"), uploads, weights))
-    for name in LAYERS:
-        products = [left.double() @ right.double() for left, right in (factors_of(u)[name] for u in uploads)]
-        expected = sum(w * p for w, p in zip(weights, products, strict=True))
-        torch.testing.assert_close(average[name], expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rule", [name for name in RULES if not RULES[name].restarts])

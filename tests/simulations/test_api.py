@@ -77,26 +77,22 @@ def test_values_of_numpy_pandas_and_pathlib_are_as_good_as_python_s_own(values):
         ({"data": "on-nodes", "labels": ["a", "b"]}, "data = 'on-nodes': is for deployments"),
         ({"resume": "{folder}", "rounds": 3}, "a run keeps the configuration it began with"),
         ({"resume": "{folder}/nowhere"}, "no such configuration file"),
+        ({"out": "{folder}"}, "already holds"),
     ],
 )
-def test_what_cannot_be_run_is_one_line_and_leaves_nothing(finished, tmp_path, monkeypatch, arguments, message):
+def test_what_cannot_be_run_is_one_line_and_changes_nothing(finished, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in finished.folder.iterdir()}
     values = {k: v.format(folder=finished.folder) if isinstance(v, str) else v for k, v in arguments.items()}
     with pytest.raises(InputError) as refused:
         run(**{"out": "new", **values} if "resume" not in values else values)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_holds_a_run_stays_as_it_is(finished, one_round):
-    before = {path: path.stat().st_mtime_ns for path in finished.folder.iterdir()}
-    with pytest.raises(InputError, match="already holds"):
-        run(**one_round, out=finished.folder, progress=False)
     assert {path: path.stat().st_mtime_ns for path in finished.folder.iterdir()} == before
 
 
-def test_a_sweep_has_a_row_a_run_and_the_cost_of_all_of_them(swept):
+def test_a_sweep_has_a_row_a_run_and_the_cost_of_all_of_them(swept, one_round):
     assert swept.is_finished
     assert swept.table["rank"].tolist() == [2, 4]
     assert [each.config.rank for each in swept.runs] == [2, 4]
@@ -106,6 +102,10 @@ def test_a_sweep_has_a_row_a_run_and_the_cost_of_all_of_them(swept):
     assert all(path.suffix == ".png" and path.is_file() for path in swept.plots)
     assert "2 of 2 runs finished" in repr(swept)
     assert "<table" in swept._repr_html_()
+    # The same grid as a tuple: nothing is run again.
+    before = {path: path.stat().st_mtime_ns for path in swept.folder.glob("*/summary.json")}
+    assert sweep(**one_round, grid={"rank": (2, 4)}, out=swept.folder, max_parallel=1, progress=False).is_finished
+    assert {path: path.stat().st_mtime_ns for path in swept.folder.glob("*/summary.json")} == before
 
 
 def test_figures_are_those_of_matplotlib_in_colours_that_white_paper_shows(finished, swept):
@@ -142,13 +142,6 @@ def test_no_text_of_a_sweep_can_run_in_a_notebook(tmp_path):
     assert page.count("&lt;img") == 6
 
 
-def test_a_sweep_that_is_finished_runs_nothing_again(swept, one_round):
-    before = {path: path.stat().st_mtime_ns for path in swept.folder.glob("*/summary.json")}
-    again = sweep(**one_round, grid={"rank": (2, 4)}, out=swept.folder, max_parallel=1, progress=False)
-    assert again.is_finished
-    assert {path: path.stat().st_mtime_ns for path in swept.folder.glob("*/summary.json")} == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -158,20 +151,17 @@ def test_a_sweep_that_is_finished_runs_nothing_again(swept, one_round):
         ({"runs": [{"rank": 2}], "max_parallel": 0}, "max_parallel = 0"),
         ({"grid": {"engine": ["stacked", "flower"]}}, "engine = 'flower'"),
         ({"grid": {"rank": [2, 4]}, "data": "on-nodes", "labels": ["a", "b"]}, "data = 'on-nodes'"),
+        ({"config": "study.toml", "grid": {"rank": [2, 4]}}, "study.toml has its own; change it there"),
     ],
 )
-def test_a_sweep_that_cannot_be_run_is_refused_before_it_runs(tmp_path, arguments, message):
+def test_a_sweep_that_cannot_be_run_is_refused_before_it_runs(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("study.toml").write_text("[grid]\nseed = [0, 1]\n")
+    config = arguments.get("config")
     with pytest.raises(InputError) as refused:
-        sweep(out=tmp_path / "none", progress=False, **arguments)
+        sweep(config, out="none", progress=False, **{key: each for key, each in arguments.items() if key != "config"})
     assert message in str(refused.value)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_grid_beside_that_of_a_file_is_refused(tmp_path):
-    path = tmp_path / "study.toml"
-    path.write_text("[grid]\nseed = [0, 1]\n")
-    with pytest.raises(InputError, match=r"grid: .*study\.toml has its own; change it there"):
-        sweep(path, grid={"rank": [2, 4]}, out=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["study.toml"]
 
 
 def test_importing_simulations_loads_nothing_heavy():

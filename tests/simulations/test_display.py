@@ -22,7 +22,7 @@ from fedpriv.runs._rows import RoundRow
 from server import observer as observers
 from server.exchange import Exchange
 from server.observer import LogObserver, RunProgress, answers
-from simulations.display import TerminalObserver, _phases_of, _screen_of, _time_left, _TimeLeft
+from simulations.display import TerminalObserver, _phases_of, _screen_of, _time_left
 from simulations.engines import federation
 from simulations.engines.federation import _Followed
 from tests.tiny import with_persons
@@ -36,10 +36,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def row(round_: int, epsilon: float = 1.9, **changes: Any) -> RoundRow:
+def row(round_: int, **changes: Any) -> RoundRow:
     values: dict[str, Any] = {f"num_{name}": 0 for name in ("silent", "failures", "late", "retired")}
     values |= {"num_selected": 3, "num_replies": 3, "test_accuracy": 0.798, "test_loss": 1.0, "seconds": 4.0}
-    values |= {"epsilon_local_max": epsilon, "epsilon_rho_max": 2 * epsilon, "epsilon_aggregate_max": None}
+    values |= {"epsilon_local_max": 1.9, "epsilon_rho_max": 3.8, "epsilon_aggregate_max": None}
     return RoundRow(round=round_, **(values | {"bytes_up": 1_000_000, "bytes_down": 1_000_000} | changes))
 
 
@@ -54,6 +54,11 @@ def observed(console: Console, **changes: Any) -> TerminalObserver:
 
 def pipe(width: int = 80) -> Console:
     return Console(file=io.StringIO(), width=width)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 80, 100])
@@ -73,20 +78,17 @@ def test_a_narrow_terminal_shows_round_and_time_first_and_the_bar_alone_gives_wa
 
 
 def test_the_view_that_was_asked_for_comes_first_with_its_limit_and_its_accountant():
-    observer = observed(pipe(), privacy_view="rho")
-    observer.round_done(row(1))
-    assert "ε ≤ 3.80 of 8 rho, 1.90 local by rdp, δ 1e-5" in observer.lines()
-    budgeted = observed(pipe(), target_epsilon=None, budget_epsilon=(4.0, 2.0, 3.0))
-    budgeted.round_done(row(1))
-    assert "ε ≤ 1.90 of 2 local" in budgeted.lines()
+    def shown(changes: dict[str, Any], **figures: Any) -> str:
+        observer = observed(pipe(), **changes)
+        observer.round_done(row(1, **figures))
+        return observer.lines()
 
-
-def test_a_shared_account_shows_what_this_run_spent_and_what_stood_there_before():
-    observer = observed(pipe(), target_epsilon=1.0)
-    observer.round_done(row(1, 9.4, epsilon_this_run_max=0.996, epsilon_before_max=9.0))
+    assert "ε ≤ 3.80 of 8 rho, 1.90 local by rdp, δ 1e-5" in shown({"privacy_view": "rho"})
+    assert "ε ≤ 1.90 of 2 local" in shown({"target_epsilon": None, "budget_epsilon": (4.0, 2.0, 3.0)})
+    # A shared account shows what this run spent and what stood there before.
     spent = "ε ≤ 0.996 of target 1 in this run, 9.00 in the account before it: 9.40 local by rdp"
-    assert spent in observer.lines()
-    assert "of 1" not in observer.lines().replace("of target 1", "")
+    account = {"epsilon_local_max": 9.4, "epsilon_this_run_max": 0.996, "epsilon_before_max": 9.0}
+    assert spent in shown({"target_epsilon": 1.0}, **account)
 
 
 def test_a_pipe_is_never_silent_for_long_and_says_nothing_after_the_end(monkeypatch):
@@ -94,10 +96,10 @@ def test_a_pipe_is_never_silent_for_long_and_says_nothing_after_the_end(monkeypa
     console = pipe()
     with TerminalObserver(console) as observer:
         observer.progressed(RunProgress(what="training the baselines"))
-        assert until(lambda: console.file.getvalue().count("training the baselines") >= 3)  # type: ignore[attr-defined]
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+        assert until(lambda: text_of(console).count("training the baselines") >= 3)
+    said = text_of(console)
     time.sleep(0.2)
-    assert console.file.getvalue() == said  # type: ignore[attr-defined]
+    assert text_of(console) == said
 
 
 def test_a_pipe_whose_rounds_are_short_gets_their_lines_alone(monkeypatch):
@@ -108,7 +110,7 @@ def test_a_pipe_whose_rounds_are_short_gets_their_lines_alone(monkeypatch):
             observer.progressed(RunProgress(what="training", done=1, total=2, round=round_))
             time.sleep(0.05)
             observer.round_done(row(round_))
-    assert "training" not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "training" not in text_of(console)
 
 
 def until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -136,7 +138,7 @@ def test_a_pipe_gets_a_line_for_each_round_and_no_escape_even_where_colours_are_
         observer.round_done(row(1))
         observer.progressed(answers(2, 0, 3))
         observer.round_done(row(2))
-        text = console.file.getvalue()  # type: ignore[attr-defined]
+        text = text_of(console)
         assert re.findall(r"^round \d: .*$", text, re.MULTILINE) == [
             f"round {k}: accuracy 0.798 | ε ≤ 1.90 of 8 local by rdp, δ 1e-5 | {2 * k} MB | 4 s" for k in (1, 2)
         ]
@@ -154,7 +156,7 @@ def test_a_terminal_rewrites_its_lines_and_gets_its_cursor_back_however_the_run_
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = text_of(console)
     assert "loading model and data" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
@@ -170,7 +172,7 @@ def test_a_notebook_updates_one_output_and_needs_no_widgets(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     monkeypatch.setattr("simulations.display._NOTEBOOK_SECONDS", 0.0)
     console = SimpleNamespace(is_jupyter=True)
-    screen = _screen_of(console, lambda: "round 1/4 <b>")  # type: ignore[arg-type]
+    screen = _screen_of(console, lambda: "round 1/4 <b>")
     assert screen is not None
     screen.update()
     screen.stop()
@@ -181,30 +183,25 @@ def test_of_many_clients_some_are_named():
     console = pipe(200)
     registrations = [Registration(client=k, num_records=9, name=f"n{k}", data_set=f"{k}") for k in range(1000)]
     TerminalObserver(console).started(RunConfig(), registrations, None)
-    assert "1000 clients, by records: n0 9, n1 9" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "992 more" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1000 clients, by records: n0 9, n1 9" in text_of(console)
+    assert "992 more" in text_of(console)
 
 
-def test_rounds_take_what_the_last_three_of_their_kind_took():
-    took = {"start": [9.0], "head": [8.0, 1.0, 1.0, 1.0]}
-    assert _time_left(took, ["head"] * 5, 0.0, None) == _TimeLeft(seconds=5.0, is_least=False)
-    assert _time_left(took, ["head"] * 5, 0.6, None) == _TimeLeft(seconds=4.4, is_least=False)
+def test_the_time_left_is_what_rounds_of_a_kind_took_or_a_lower_bound():
+    def left(took, phases, spent, share=None):
+        found = _time_left(took, phases, spent, share)
+        return found and (found.seconds, found.is_least)
 
-
-def test_a_round_that_takes_longer_than_usual_is_about_to_end_and_never_below_zero():
-    assert _time_left({"head": [1.0]}, ["head", "head"], 7.0, None) == _TimeLeft(seconds=1.0, is_least=False)
-    assert _time_left({}, [], 7.0, 1.0) == _TimeLeft(seconds=0.0, is_least=False)
-
-
-def test_rounds_of_a_kind_that_was_not_timed_make_a_lower_bound():
-    assert _time_left({"head": [1.0]}, ["head", "all"], 0.0, None) == _TimeLeft(seconds=1.0, is_least=True)
-    assert _time_left({"head": [1.0]}, ["all", "all"], 3.0, None) == _TimeLeft(seconds=0.0, is_least=True)
-
-
-def test_the_first_round_is_estimated_from_its_share_once_that_says_something():
-    assert _time_left({}, ["all"] * 3, 5.0, None) is None
-    assert _time_left({}, ["all"] * 3, 5.0, 0.01) is None
-    assert _time_left({}, ["all"] * 3, 5.0, 0.5) == _TimeLeft(seconds=25.0, is_least=False)
+    took = {"start": [9.0], "head": [8.0, 1.0, 1.0, 1.0]}  # the last three of a kind count
+    assert left(took, ["head"] * 5, 0.0) == (5.0, False)
+    assert left(took, ["head"] * 5, 0.6) == (4.4, False)
+    assert left(took, ["head", "head"], 7.0) == (1.0, False), "a round that takes longer than usual is about to end"
+    assert left({}, [], 7.0, 1.0) == (0.0, False)
+    assert left(took, ["head", "all"], 0.0) == (1.0, True)
+    assert left(took, ["all", "all"], 3.0) == (0.0, True)
+    # The first round is estimated from its share, once that says something.
+    assert left({}, ["all"] * 3, 5.0) is left({}, ["all"] * 3, 5.0, 0.01) is None
+    assert left({}, ["all"] * 3, 5.0, 0.5) == (25.0, False)
 
 
 def test_every_round_of_a_run_has_a_phase():
@@ -226,11 +223,27 @@ def shares(seen: list[RunProgress], round_: int, what: str) -> list[tuple[float,
     return [(each.done, each.total) for each in seen if (each.what, each.round) == (what, round_)]
 
 
+class Failing(Kept):
+    """A display that fails whenever a model tells it something."""
+
+    def progressed(self, progress: RunProgress) -> None:
+        super().progressed(progress)
+        if progress.what in (READING, FEATURES, TRAINING, TESTING):
+            raise OSError(f"PRIVATE {progress.done}")
+
+
+def adapters(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.rglob("*.safetensors"))}
+
+
 @pytest.mark.parametrize("engine", ["in-process", "stacked"])
-def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_run, tmp_path, engine):
+def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_run, tmp_path, engine, caplog):
+    """A display that fails in it makes no record count as zero."""
+    values = {**small_run, "engine": engine}
+    forget()
     observer = Kept()
-    federation.run(parse({**small_run, "engine": engine, "out": str(tmp_path / "run")}), observer)
-    assert workbench(parse({**small_run, "engine": engine})).model.tell is silent
+    federation.run(parse({**values, "out": str(tmp_path / "kept")}), observer)
+    assert workbench(parse(values)).model.tell is silent
     for round_ in (1, 2):
         told = shares(observer.seen, round_, TRAINING)
         assert told == sorted(told)
@@ -245,6 +258,13 @@ def test_an_engine_tells_of_each_step_of_each_client_until_all_are_done(small_ru
     assert stages[0] == "loading model and data"
     assert stages[-1] == "writing the report"
     assert {READING, TESTING} <= {each.what for each in observer.seen}
+
+    forget()
+    federation.run(parse({**values, "out": str(tmp_path / "failing")}), Failing())
+    assert adapters(tmp_path / "kept") == adapters(tmp_path / "failing") != {}
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.splitlines()[0] for line in said if "progress" in line] == ["progress is shown no more: OSError at"]
+    assert not [line for line in said if "counts as zero" in line or "PRIVATE 1" in line]
 
 
 @pytest.mark.parametrize(
@@ -265,30 +285,6 @@ def test_records_are_read_once_over_all_clients_of_a_round(small_run, table, tmp
         assert told == sorted(told)
         assert told[-1] == num_records
         assert len(told) >= 3
-
-
-class Failing(Kept):
-    """A display that fails whenever a model tells it something."""
-
-    def progressed(self, progress: RunProgress) -> None:
-        super().progressed(progress)
-        if progress.what in (READING, FEATURES, TRAINING, TESTING):
-            raise OSError(f"PRIVATE {progress.done}")
-
-
-@pytest.mark.parametrize("engine", [pytest.param("in-process", marks=pytest.mark.slow), "stacked"])
-def test_a_display_that_fails_makes_no_record_count_as_zero(small_run, tmp_path, engine, caplog):
-    adapters = []
-    for observer in (Kept(), Failing()):
-        forget()
-        out = tmp_path / type(observer).__name__
-        federation.run(parse({**small_run, "engine": engine, "out": str(out)}), observer)
-        adapters.append({path.name: path.read_bytes() for path in sorted(out.rglob("*.safetensors"))})
-    assert adapters[0]
-    assert adapters[0] == adapters[1]
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.splitlines()[0] for line in said if "progress" in line] == ["progress is shown no more: OSError at"]
-    assert not [line for line in said if "counts as zero" in line or "PRIVATE 1" in line]
 
 
 def test_a_log_says_what_is_awaited_once_it_was_silent_for_10_seconds(caplog):
@@ -321,40 +317,33 @@ def test_a_heartbeat_speaks_where_nothing_is_told(caplog, monkeypatch):
     assert told[0].startswith("loading model and data, 1")
 
 
-def test_a_stack_that_fails_is_trained_again_and_never_counts_twice():
+@pytest.mark.parametrize(
+    ("calls", "together", "alone", "told"),
+    [
+        ([3], [3.0], [1.0, 2.0], [3, 1, 2, 3, 4, 5, 6]),  # a stack that fails is trained again, and never counts twice
+        ([3, 1], [], [2.0], [2, 4, 6, 8]),  # tasks that come in several calls count together
+    ],
+    ids=["fails", "several calls"],
+)
+def test_steps_of_all_clients_of_a_round_count_together(calls, together, alone, told):
     seen: list[RunProgress] = []
     tasks = [SimpleNamespace(round=1, data=(), spec=SimpleNamespace(local_steps=2))] * 3
 
     def execute(given):
-        followed.tell(TRAINING, 3.0, 6.0)  # and then one of the stack fails
-        for _ in given:
-            followed.tell(TRAINING, 1.0, 2.0)
-            followed.tell(TRAINING, 2.0, 2.0)
+        for done in together:
+            followed.tell(TRAINING, done, 6.0)
+        for done in alone * len(given):
+            followed.tell(TRAINING, done, 2.0)
         return []
 
     followed = _Followed(execute, seen.append)
     for _ in range(2):
-        followed(tasks)  # type: ignore[arg-type]
-    assert [each.done for each in seen] == 2 * [3, 1, 2, 3, 4, 5, 6]
-    assert {each.total for each in seen} == {6}
-
-
-def test_tasks_that_come_in_several_calls_count_together():
-    seen: list[RunProgress] = []
-    tasks = [SimpleNamespace(round=1, data=(), spec=SimpleNamespace(local_steps=2))] * 3
-
-    def execute(given):
-        for _ in given:
-            followed.tell(TRAINING, 2.0, 2.0)
-        return []
-
-    followed = _Followed(execute, seen.append)
-    for _ in range(2):
-        followed.begins(4)
-        followed(tasks)  # type: ignore[arg-type]
-        followed(tasks[:1])  # type: ignore[arg-type]
-    assert [each.done for each in seen] == 2 * [2, 4, 6, 8]
-    assert {each.total for each in seen} == {8}
+        if len(calls) > 1:
+            followed.begins(sum(calls))
+        for num in calls:
+            followed(tasks[:num])
+    assert [each.done for each in seen] == 2 * told
+    assert {each.total for each in seen} == {2 * sum(calls)}
 
 
 def test_only_a_simulation_ever_sets_who_is_told():
@@ -378,5 +367,5 @@ def test_a_node_that_answers_twice_is_one_answer():
     pulled = iter([[reply("m0"), reply("m0"), reply("unasked")], [reply("m0"), reply("m1")], []])
     grid = SimpleNamespace(push_messages=lambda messages: None, pull_messages=lambda ids: next(pulled, []))
     exchange = Exchange(lambda kind, asked, silent: told.append(len(asked) - len(silent)))
-    assert len(list(exchange.replies(grid, asked, 0.5))) == 2  # type: ignore[arg-type]
+    assert len(list(exchange.replies(grid, asked, 0.5))) == 2
     assert told[-1] == 2

@@ -46,35 +46,20 @@ def init(folder, *options):
 
 
 def test_columns_are_proposed_and_the_file_is_what_a_run_takes(letters, tmp_path):
-    code, said = init(tmp_path, letters, "--label", "ward")
-    assert code == 0, said
-    config = parse(read(tmp_path / "letters.toml"))
-    assert (config.text_column, config.label_column, config.client_column) == ("body", "ward", "hospital")
-    assert (config.target_epsilon, config.data) == (2.3, str(letters))
-    preflight.check(config)
-    assert "fedpriv run letters.toml" in said
-
-
-def test_what_to_run_next_can_be_pasted_into_a_shell(letters, tmp_path):
+    """With advice for a private table, and without a statement, a record or a class; what to run next can be pasted."""
     code, said = init(tmp_path, letters, "--label", "ward", "--out", "a study; of $HOME.toml")
     assert code == 0, said
     (line,) = [line for line in said.splitlines() if line.startswith("next: ")]
     assert shlex.split(line)[1:] == ["fedpriv", "run", "a study; of $HOME.toml"]
-
-
-def test_a_private_table_gets_advice_on_accuracy_and_no_statement(letters, tmp_path):
-    init(tmp_path, letters, "--label", "ward")
-    text = (tmp_path / "letters.toml").read_text()
-    for key in ("test_data", "evaluation_noise_multiplier", "public_data"):
-        assert f"\n# {key} = " in text
-    assert not parse(tomllib.loads(text)).data_are_public
-    init(tmp_path, letters, "--label", "ward", "--public-data", "--force")
-    assert parse(read(tmp_path / "letters.toml")).public_data
-
-
-def test_no_record_and_no_class_is_written(letters, tmp_path):
-    init(tmp_path, letters, "--label", "ward")
-    text = (tmp_path / "letters.toml").read_text()
+    text = (tmp_path / "a study; of $HOME.toml").read_text()
+    config = parse(tomllib.loads(text))
+    assert (config.text_column, config.label_column, config.client_column) == ("body", "ward", "hospital")
+    assert (config.target_epsilon, config.data) == (2.3, str(letters))
+    preflight.check(config)
+    assert not [
+        key for key in ("test_data", "evaluation_noise_multiplier", "public_data") if f"\n# {key} = " not in text
+    ]
+    assert not config.data_are_public
     assert not [word for word in ("patient", "skin", "heart", "St. A") if word in text]
 
 
@@ -86,20 +71,16 @@ def test_a_budget_comes_with_a_ledger_and_bounds_the_run(letters, tmp_path):
     assert not Path(config.ledger).exists()
 
 
-def test_without_a_holder_records_are_dealt_out(letters, tmp_path):
-    init(tmp_path, letters, "--label", "ward", "--client", "", "--out", "other.toml")
-    config = parse(read(tmp_path / "other.toml"))
-    assert (config.client_column, config.partition, config.num_clients) == ("", "iid", 5)
-
-
 def test_an_existing_file_stays_unless_forced(letters, tmp_path):
     (tmp_path / "letters.toml").write_text("mine")
     code, said = init(tmp_path, letters)
     assert code == 2
     assert "exists; name another file, or replace it with --force" in said
     assert (tmp_path / "letters.toml").read_text() == "mine"
-    assert init(tmp_path, letters, "--label", "ward", "--force")[0] == 0
-    assert "target_epsilon" in (tmp_path / "letters.toml").read_text()
+    assert init(tmp_path, letters, "--label", "ward", "--public-data", "--client", "", "--force")[0] == 0
+    config = parse(read(tmp_path / "letters.toml"))
+    assert config.public_data
+    assert (config.client_column, config.partition, config.num_clients) == ("", "iid", 5), "dealt out without a holder"
 
 
 @pytest.mark.parametrize(
@@ -113,16 +94,22 @@ def test_an_existing_file_stays_unless_forced(letters, tmp_path):
         (["letters.csv", "--label", "ward", "--test-data", "none.csv"], "none.csv': no such file"),
         (["letters.csv", "--label", "ward", "--test-data", "letters.csv"], "letters.csv': is the file of data"),
         (["letters.csv", "--label", "ward", "--out", "nowhere/x.toml"], "nowhere/x.toml': cannot be written"),
+        (["letters.csv", "--label", "ward", "--out", "place", "--force"], "cannot be written (Is a directory)"),
         (["letters.csv"], "label: 'sex' may hold the class to be predicted; say so with --label"),
         (["letters.csv", "--client", "hospital", "--clients", "3"], "but client = 'hospital' says who holds them"),
+        (["t.jsonl", "--label", "ward"], "there are te\ufffdxt, \ufffd[2Jlabel"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_nothing_is_written(letters, tmp_path, options, message):
+    """Names of columns do not steer the terminal either."""
+    (tmp_path / "place").mkdir()
+    (tmp_path / "t.jsonl").write_text(json.dumps({"te\nxt": "words", "\x1b[2Jlabel": "a"}))
+    before = sorted(tmp_path.rglob("*"))
     code, said = init(tmp_path, *options)
     assert code == 2
     assert message in said
     assert len(said.strip().splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["letters.csv"]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_names_cannot_break_out_of_their_line(tmp_path):
@@ -134,22 +121,6 @@ def test_names_cannot_break_out_of_their_line(tmp_path):
     assert code == 0, said
     config = parse(read(tmp_path / "t.toml"))
     assert (config.label_column, config.public_data) == (evil, False)
-
-
-def test_names_of_columns_do_not_steer_the_terminal(tmp_path):
-    (tmp_path / "t.jsonl").write_text(json.dumps({"te\nxt": "words", "\x1b[2Jlabel": "a"}))
-    code, said = init(tmp_path, "t.jsonl", "--label", "ward")
-    assert code == 2
-    assert "there are te\ufffdxt, \ufffd[2Jlabel" in said
-    assert len(said.splitlines()) == 1
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(letters, tmp_path):
-    (tmp_path / "place").mkdir()
-    code, said = init(tmp_path, letters, "--label", "ward", "--out", "place", "--force")
-    assert code == 2
-    assert "cannot be written (Is a directory)" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"letters.csv", "place"}
 
 
 @pytest.mark.slow
@@ -186,7 +157,7 @@ def visits(letters):
     return letters
 
 
-def test_a_column_of_persons_makes_these_the_unit(visits, tmp_path):
+def test_a_column_of_persons_makes_these_the_unit_and_a_person_is_asked_for_it(visits, tmp_path, monkeypatch):
     columns = ("--text", "body", "--label", "ward", "--client", "hospital")
     code, said = init(tmp_path, visits, *columns)
     assert code == 0, said
@@ -201,8 +172,6 @@ def test_a_column_of_persons_makes_these_the_unit(visits, tmp_path):
     code, said = init(tmp_path, visits, *columns, "--person", "nobody", "--force")
     assert (code, "person = 'nobody': no such column" in said) == (2, True)
 
-
-def test_where_a_column_looks_like_persons_a_person_is_asked_for_it(visits, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(initial, "_ask", lambda question, default, **_: (asked.append(question), default)[1])
     table = initial._table(visits, parse({}))
@@ -239,21 +208,20 @@ def test_the_column_of_clients_is_found_by_its_values(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "options", "message"),
+    ("more", "message"),
     [
-        ({}, ["--label", "Farbe"], "client: no column seems to say who holds a record"),
-        ({"Sex": SEXES, "Alter": AGES}, ["--label", "Farbe"], "client: no column seems to say who holds a record"),
+        ({}, "no column seems to say who holds a record"),
+        ({"Sex": SEXES, "Alter": AGES}, "no column seems to say who holds a record"),
         (
             {"Ort": CITIES, "Stadt": CITIES[:4]},
-            ["--label", "Farbe"],
-            "client: 'Ort' (5 values), 'Stadt' (4 values) could say who holds a record",
+            "'Ort' (5 values), 'Stadt' (4 values) could say who holds a record",
         ),
     ],
 )
-def test_without_a_terminal_no_partition_is_guessed(tmp_path, more, options, message):
-    code, said = init(tmp_path, stranger(tmp_path / "s.csv", **more), *options)
+def test_without_a_terminal_no_partition_is_guessed(tmp_path, more, message):
+    code, said = init(tmp_path, stranger(tmp_path / "s.csv", **more), "--label", "Farbe")
     assert code == 2
-    assert said == f"error: {message}; give --client COLUMN, or --client '' to deal records out at random\n"
+    assert said == f"error: client: {message}; give --client COLUMN, or --client '' to deal records out at random\n"
     assert not (tmp_path / "s.toml").exists()
 
 
