@@ -39,7 +39,7 @@ def models(kind: str, tiny_bert) -> list[TrainingModel]:
             peft_model = attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(layers="last-1"))
         else:
             peft_model = attach(tiny_causal("llama"), LoraSettings(rank=2, task="CAUSAL_LM"))
-        found.append(TrainingModel(move(peft_model), memory_limit=2**30, max_length=40, alone=alone, num_workers=2))
+        found.append(TrainingModel(move(peft_model), memory_limit=2**30, max_length=40, alone=alone, num_workers=1))
     return found
 
 
@@ -66,9 +66,9 @@ def assert_equal_up_to_rounding(node, simulation):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_node_and_both_engines_give_the_same_update(classifiers, way):
     alone, sharing = classifiers
-    records = [random_records(30, seed=seed, longest=40) for seed in (0, 1)]
+    records = [random_records(12, seed=seed, longest=40) for seed in (0, 1)]
     if "max_records_per_person" in WAYS[way]:
-        records = [dataclasses.replace(own, persons=tuple(f"person {i % 12}" for i in range(30))) for own in records]
+        records = [dataclasses.replace(own, persons=tuple(f"person {i % 5}" for i in range(12))) for own in records]
     node = executed(alone, records, execute_one_by_one, **WAYS[way])
     for execute in (execute_one_by_one, execute_stacked):
         assert_equal_up_to_rounding(node, executed(sharing, records, execute, **WAYS[way]))
@@ -94,7 +94,7 @@ def test_a_node_and_a_simulation_count_the_same(classifiers):
 
 
 def test_a_simulation_equals_itself_to_the_bit(classifiers):
-    records = [random_records(30, seed=seed, longest=40) for seed in (0, 1)]
+    records = [random_records(12, seed=seed, longest=40) for seed in (0, 1)]
     one, other = (executed(classifiers[1], records, execute_stacked) for _ in range(2))
     for first, second in zip(one, other, strict=True):
         assert all(torch.equal(first.adapter[name], second.adapter[name]) for name in first.adapter)

@@ -18,11 +18,14 @@ from fedpriv.privacy.ledger.reader import reading
 from server.observer import LogObserver
 from server.sums import SecureSums
 from simulations.engines import federation
+from tests.marks import slow
 
+# Clients with as many records each, so that all have one event to account for.
 SUMS = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "num_clients": 3, "rounds": 3}
+SUMS |= {"client_column": "", "partition": "iid"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def values(small_run):
     return small_run | SUMS
 
@@ -36,6 +39,10 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "variants" / "global" / "adapter_model.safetensors")
 
 
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
 def assert_same(one: Path, other: Path) -> None:
     ours, theirs = adapter(one), adapter(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
@@ -47,42 +54,34 @@ def charges(ledger: Path) -> list[tuple]:
 
 
 KINDS = {
-    "gradients": {},
-    "upload": {"noise_on": "upload", "noise_multiplier": 20.0, "local_steps": 2, "optimizer": "adamw"},
-    "unequal": {"client_weights": "root-records"},
+    "upload": {"noise_on": "upload", "noise_multiplier": 20.0, "local_steps": 2, "optimizer": "adamw", "rounds": 2},
+    "unequal": {"client_weights": "root-records", "partition": "natural", "client_column": "site", "rounds": 2},
     "recipe": {"recipe": "fedpriv", "batch_size": "by recipe", "noise_multiplier": "by recipe", "layers": "last-1"},
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "gradients" else []) for kind in KINDS]
-)
+@pytest.fixture(scope="module")
+def plain(values, tmp_path_factory) -> Path:
+    """The folder of a run without masks, by the stacked engine."""
+    return run(values, tmp_path_factory.mktemp("runs") / "plain")
+
+
+@pytest.mark.parametrize("kind", ["unequal", "recipe", *slow("upload")])
 def test_masks_cancel_to_the_bit(values, tmp_path, kind):
-    plain = run(values, tmp_path / "plain", **KINDS[kind])
+    unmasked = run(values, tmp_path / "unmasked", **KINDS[kind])
     masked = run(values, tmp_path / "masked", secure_masks=True, **KINDS[kind])
-    assert_same(plain, masked)
-    assert charges(plain / "ledger.sqlite") == charges(masked / "ledger.sqlite")
-    untrained = json.loads((masked / "summary.json").read_text())
-    assert untrained["adapters_moved"]
-    sent = [json.loads((folder / "summary.json").read_text())["bytes_up"] for folder in (plain, masked)]
-    assert sent[0] < sent[1], "keys and shares are counted"
+    assert_same(unmasked, masked)
+    assert charges(unmasked / "ledger.sqlite") == charges(masked / "ledger.sqlite")
+    assert summary(masked)["adapters_moved"]
+    assert summary(unmasked)["bytes_up"] < summary(masked)["bytes_up"], "keys and shares are counted"
 
 
-@pytest.mark.parametrize("engine", ["in-process", pytest.param("ray", marks=pytest.mark.slow)])
-def test_engines_agree(values, tmp_path, engine):
-    one = run(values, tmp_path / "stacked")
-    other = run(values, tmp_path / engine, engine=engine, secure_masks=True)
-    ours, theirs = adapter(one), adapter(other)
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_flowers_own_engine_sums_without_masks(values, tmp_path):
-    one = run(values, tmp_path / "stacked")
-    other = run(values, tmp_path / "flower", engine="flower")
-    for name, tensor in adapter(one).items():
-        torch.testing.assert_close(adapter(other)[name], tensor, atol=2e-5, rtol=1e-4)
+@pytest.mark.parametrize("engine", ["in-process", *slow("ray", "flower")])
+def test_engines_agree(values, plain, tmp_path, engine):
+    """Flower's own engine sums without masks."""
+    other = adapter(run(values, tmp_path / engine, engine=engine, secure_masks=engine != "flower"))
+    for name, tensor in adapter(plain).items():
+        torch.testing.assert_close(other[name], tensor, atol=2e-5, rtol=1e-4)
 
 
 class Deaf:
@@ -108,8 +107,7 @@ def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_lat
     values, tmp_path, monkeypatch, step
 ):
     Deaf(monkeypatch, step, client=1, round_=2)
-    four = {"num_clients": 4, "client_column": "", "min_clients": 3, "rounds": 2}
-    folder = run(values, tmp_path / "run", secure_masks=True, sampling_probability=0.25, **four)
+    folder = run(values, tmp_path / "run", secure_masks=True, sampling_probability=0.25, num_clients=4, rounds=2)
     rows = pd.read_csv(folder / "clients.csv").query("round == 2").set_index("client")
     others = dict.fromkeys((0, 2, 3), "ok")
     assert rows["status"].to_dict() == {1: {"share": "left out", "mask": "failed"}.get(step, "ok"), **others}
@@ -121,20 +119,9 @@ def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_lat
     assert ("Round 2 without" in page) == (step in ("share", "mask"))
 
 
-def test_a_round_with_too_few_ends_by_name_and_its_charges_stand(values, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        Deaf(patch, "mask", client=2, round_=2)
-        with pytest.raises(TooFewClientsError, match=r"round 2: masked vectors: came from 2 clients, must .* 3"):
-            run(values, tmp_path / "run", secure_masks=True)
-    before = charges(tmp_path / "run" / "ledger.sqlite")
-    assert [round_ for _, round_, _, _ in before] == [1, 1, 1, 2, 2, 2]
-    run(values, tmp_path / "run", secure_masks=True, resume=str(tmp_path / "run"))
-    after = charges(tmp_path / "run" / "ledger.sqlite")
-    assert after[:6] == before
-    assert [round_ for _, round_, _, _ in after[6:]] == [3, 3, 3]
-
-
-def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of_its_own(values, tmp_path, monkeypatch):
+def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of_its_own(
+    values, plain, tmp_path, monkeypatch
+):
     close, attempts = SecureSums.total, []
 
     def crash(self, link, round_, opened, vectors):
@@ -151,23 +138,20 @@ def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of
     charged = [round_ for _, round_, _, _ in charges(tmp_path / "run" / "ledger.sqlite")]
     assert charged == [1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3]
     # Seeded noise is the same again: in a simulation the model is that of a run without a crash.
-    assert_same(run(values, tmp_path / "whole"), tmp_path / "run")
+    assert_same(plain, tmp_path / "run")
 
 
-@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("masks", [True, *slow(False)])
 def test_rounds_without_noise_that_follow_for_comparison_need_no_sum(values, tmp_path, masks):
     folder = run(values, tmp_path / "run", comparison=True, secure_masks=masks, rounds=1)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["accuracy_non_private"] is not None
+    assert summary(folder)["accuracy_non_private"] is not None
     assert {scale is None for _, _, _, scale in charges(folder / "ledger.sqlite")} == {False}
 
 
-def test_the_figures_of_a_sum_are_those_of_the_same_noise_that_everybody_sees(values, tmp_path):
+def test_the_figures_of_a_sum_are_those_of_the_same_noise_that_everybody_sees(values, plain, tmp_path):
     """On the local view hiding the uploads saves nothing; on the sum's view three equal clients have sqrt(2)."""
-    equal = {"partition": "iid", "client_column": ""}
-    hidden = run(values, tmp_path / "hidden", **equal)
-    seen = run({**values, "secure_aggregation": False, "min_clients": 1}, tmp_path / "seen", **equal)
-    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (hidden, seen))
+    seen = run({**values, "secure_aggregation": False, "min_clients": 1}, tmp_path / "seen")
+    ours, theirs = summary(plain), summary(seen)
     assert ours["epsilon_local_max"] == pytest.approx(theirs["epsilon_local_max"], rel=1e-3)
     assert ours["epsilon_local_max"] > theirs["epsilon_local_max"], "rounding costs something"
     assert ours["epsilon_aggregate_max"] < ours["epsilon_local_max"] / 1.5
@@ -175,7 +159,7 @@ def test_the_figures_of_a_sum_are_those_of_the_same_noise_that_everybody_sees(va
     assert replace(parse(values), secure_masks=True).digest != parse(values).digest
 
 
-FIVE = {"num_clients": 5, "client_column": "", "min_clients": 4}
+FIVE = {"num_clients": 5, "min_clients": 4}
 
 
 def of_round(folder: Path, round_: int) -> list[str]:
@@ -212,13 +196,20 @@ def inconsistent(session, message, share):
     return text
 
 
-def test_a_dealer_of_unreadable_shares_is_left_out_before_anyone_is_charged(values, tmp_path, monkeypatch):
-    dealer = Dealer(monkeypatch, 1, unreadable)
-    folder = run(values, tmp_path / "run", secure_masks=True, **FIVE)
-    assert [of_round(folder, round_) for round_ in (1, 2, 3)] == [["0", "2", "3", "4"]] * 3, "each once"
+def test_a_dealer_of_unreadable_shares_is_left_out_uncharged_and_asked_no_more_when_the_run_resumes(
+    values, tmp_path, monkeypatch
+):
+    """The run ends in a round of which too few vectors come: by name, and with its charges."""
+    dealer, folder = Dealer(monkeypatch, 1, unreadable), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        Deaf(patch, "mask", client=2, round_=2)
+        with pytest.raises(TooFewClientsError, match=r"round 2: masked vectors: came from 3 clients, must .* 4"):
+            run(values, folder, secure_masks=True, **FIVE)
     rows = pd.read_csv(folder / "clients.csv").query("round == 1").set_index("client")
     assert rows["status"].to_dict() == {0: "ok", 1: "left out", 2: "ok", 3: "ok", 4: "ok"}
     assert "dealt shares of no use" in rows["detail"][1]
+    run(values, folder, secure_masks=True, **FIVE, resume=str(folder))
+    assert [of_round(folder, round_) for round_ in (1, 2, 3)] == [["0", "2", "3", "4"]] * 3, "each once"
     assert dealer.asked.count(1) == 1
 
 
@@ -227,20 +218,8 @@ def test_a_dealer_of_another_seed_costs_a_round_and_is_asked_no_more(values, tmp
     folder = run(values, tmp_path / "run", secure_masks=True, **FIVE)
     assert of_round(folder, 1) == ["0", "1", "2", "3", "4"], "nobody is charged again for its round"
     assert [of_round(folder, round_) for round_ in (2, 3)] == [["0", "2", "3", "4"]] * 2
-    summary = json.loads((folder / "summary.json").read_text())
-    assert "the shares that it dealt do not give the seed" in summary["clients"][1]["retired"]
-    assert summary["adapters_moved"]
-    assert dealer.asked.count(1) == 1
-
-
-def test_a_resumed_run_does_not_ask_a_dishonest_dealer_again(values, tmp_path, monkeypatch):
-    dealer, folder = Dealer(monkeypatch, 1, unreadable), tmp_path / "run"
-    with monkeypatch.context() as patch:
-        Deaf(patch, "mask", client=2, round_=2)
-        with pytest.raises(TooFewClientsError, match="round 2: masked vectors: came from 3 clients"):
-            run(values, folder, secure_masks=True, **FIVE)
-    run(values, folder, secure_masks=True, **FIVE, resume=str(folder))
-    assert of_round(folder, 3) == ["0", "2", "3", "4"]
+    assert "the shares that it dealt do not give the seed" in summary(folder)["clients"][1]["retired"]
+    assert summary(folder)["adapters_moved"]
     assert dealer.asked.count(1) == 1
 
 
