@@ -33,116 +33,36 @@ DATA = Path("data")
 
 
 def test_a_sweeps_runs_leave_a_line_each_and_are_not_run_again(tmp_path, small_run, monkeypatch, capsys):
-    values = {**small_run, "rounds": 1, "local_steps": 1, "grid": {"seed": [0, 1]}}
+    values = {**small_run, "rounds": 1, "local_steps": 1, "grid": {"seed": [0]}}
     (tmp_path / "tiny.toml").write_text(tomli_w.dumps(values))
     monkeypatch.setattr(federations, "SWEEPS", tmp_path)
     runs, out = tmp_path / "lines.jsonl", tmp_path / "out"
     federations.run_sweep("tiny", runs, out)
-    found = lines(runs)
-    assert [line["key"] for line in found] == ["tiny/seed=0", "tiny/seed=1"]
-    assert [line["cell"] for line in found] == [{"seed": 0}, {"seed": 1}]
-    assert all(line["bytes_up"] > 0 and line["software"]["torch"] for line in found)
+    (found,) = lines(runs)
+    assert (found["key"], found["cell"]) == ("tiny/seed=0", {"seed": 0})
+    assert found["bytes_up"] > 0
+    assert found["software"]["torch"]
     capsys.readouterr()
     federations.run_sweep("tiny", runs, out)
-    assert lines(runs) == found
-    told = capsys.readouterr().out
-    assert told.startswith(f"{runs}: has these lines; none is run again\ntiny/seed=0: ")
+    assert lines(runs) == [found]
+    assert capsys.readouterr().out.startswith(f"{runs}: has these lines; none is run again\ntiny/seed=0: ")
     federations.run_sweep("tiny", runs, out, only=["tiny/seed=1"])
-    assert capsys.readouterr().out == "\n".join(told.splitlines()[::2]) + "\n"
+    assert "tiny/seed=0" not in capsys.readouterr().out
 
 
-def written(tmp_path: Path, study: object, *found: dict) -> list[list[str]]:
-    for line in found:
-        append(tmp_path / "lines.jsonl", line)
-    study.write(tmp_path / "page.md", tmp_path / "lines.jsonl")
-    text = (tmp_path / "page.md").read_text()
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("| ")]
+@pytest.mark.parametrize(("low", "high", "stddev"), [(1, 1, 2 * 2**0.5), (0.1, 0.5, 2 * 40**0.5)])
+def test_noise_is_shown_by_its_standard_deviation(low, high, stddev):
+    """Laplace noise of scale 1 has variance 2; with u uniform on [a, b] it is 2 / (a b)."""
+    parameters = f'{{"combination": "mixture", "uniform": {{"weight": 1, "low": {low}, "high": {high}}}}}'
+    line = {"cell": {"mechanism_parameters": parameters}, "noise_multiplier": 2.0}
+    assert lmo._stddev(line) == pytest.approx(stddev)
 
 
-def sweep_line(sweep: str, accuracy: float, **cell: object) -> dict:
-    figures = {
-        "bytes_up": 5.81e6,
-        "bytes_down": 94.24e6,
-        "accuracy_initial": 0.1,
-        "majority_accuracy": 0.3,
-        "delta_max": 1e-5,
-    }
-    return {"key": f"{sweep}/{cell}", "sweep": sweep, "cell": cell, "accuracy": accuracy, **figures}
-
-
-def test_accuracies_of_a_rule_are_means_over_seeds_by_noise(tmp_path):
-    noisy = [
-        sweep_line(
-            "aggregation-per-sample", value, aggregation="flora", target_epsilon=2, noise_multiplier=1.88, seed=seed
-        )
-        for seed, value in enumerate((0.5, 0.6, 0.7))
-    ]
-    plain = sweep_line(
-        "aggregation-per-sample", 0.8, aggregation="flora", target_epsilon=None, noise_multiplier=0, seed=0
-    )
-    weights = sweep_line("aggregation-weights", 0.4, aggregation="cmfl", target_epsilon=2, noise_multiplier=1.88)
-    real = sweep_line("aggregation-medquad", 0.7, aggregation="flora", seed=0)
-    rows = written(tmp_path, aggregation, *noisy, plain, weights, real)
-    assert ["`flora`", "0.600 ± 0.058", "", "0.800 (one seed)", "5.81", "94.24"] in rows
-    assert ["`cmfl`, full weights", "0.400 (one seed)", "", "", "5.81", "94.24"] in rows
-    assert ["`flora`", "0.700 (one seed)", "94.24", "not run", ""] in rows
-    assert ["largest class", "0.300", "", "", ""] in rows
-
-
-def test_the_papers_grids_stand_under_its_scores_by_the_papers_rule_and_with_a_frozen(tmp_path):
-    two = sweep_line("aggregation-per-sample", 0.6, aggregation="dp-lora", target_epsilon=2, noise_multiplier=1.88)
-    cell = {"aggregation": "ffa-lora", "target_epsilon": 2, "delta": 1e-2}
-    loose = sweep_line("aggregation-grids", 0.7, **cell) | {"delta_max": 1e-2}
-    rows = written(tmp_path, aggregation, two, loose)
-    assert ["paper: BERT", "53.2", "63.6", "68.8", "60.3", "68.9", "69.1"] in rows
-    assert ["`dp-lora`", "0.600 (one seed)", *["not run"] * 5] in rows
-    assert ["`ffa-lora`", "0.700 (one seed)", *["not run"] * 3] in rows
-
-
-def test_each_step_away_from_algorithm_1_names_what_it_changes(tmp_path):
-    figures = {"epsilon_local_max": 3.76, "noise_multiplier": 2.0}
-    steps = [
-        sweep_line("aggregation-algorithm-1", accuracy, target_epsilon=epsilon, rank=rank, clipping=clipping, seed=seed)
-        for epsilon, rank, clipping, accuracy in ((None, 512, "batch", 0.1), (2, 8, "batch", 0.2), (2, 8, "joint", 0.3))
-        for seed in (0, 1)
-    ]
-    rows = written(tmp_path, aggregation, *(step | figures for step in steps))
-    assert ["Algorithm 1 with Table 2", "3.76", "2", "0.100 ± 0.000 (2 runs)", "0.100 (2 runs)", "5.81"] in rows
-    assert ["`rank = 8`", "3.76", "2", "0.200 ± 0.000 (2 runs)", "0.100 (2 runs)", "5.81"] in rows
-    assert ["`clipping = joint`", "3.76", "2", "0.300 ± 0.000 (2 runs)", "0.100 (2 runs)", "5.81"] in rows
-
-
-def test_noise_is_shown_by_its_standard_deviation(tmp_path):
-    record = {"epsilon": 3.0, "dimension": 1, "noise": "lmo", "parts": "uniform", "median_absolute": 0.2}
-    gaussian = {**record, "noise": "gaussian", "variance": 4.0, "median_absolute": 1.4}
-    large = [{**each, "dimension": 9, "variance": 8.0} for each in (record, gaussian)]
-    reductions = [{"epsilon": 3.0, "paper": 0.9, "lmo": 0.8, "staircase": 0.85}]
-    compared = {"key": "compare", "reductions": reductions}
-    compared["records"] = [{**record, "epsilon_at_dimension": 23.88}, gaussian, *large]
-    uniform = '{"combination": "mixture", "uniform": {"weight": 1, "low": 0.1, "high": 0.5}}'
-    laplace = '{"combination": "mixture", "uniform": {"weight": 1, "low": 1, "high": 1}}'
-    trained = [
-        sweep_line("lmo", 0.5, mechanism_parameters=parameters, target_epsilon=epsilon) | {"noise_multiplier": 2.0}
-        for parameters in ("", laplace, uniform)
-        for epsilon in lmo.EPSILONS
-    ]
-    papers = {"mechanism_parameters": "{}", "target_epsilon_published": 0.3}
-    published = sweep_line("lmo-published", 0.9, **papers) | {"epsilon_sound_max": 7.0}
-    biases = sweep_line("lmo-published", 0.6, target_epsilon=0.3, aggregation="bitfit")
-    rows = written(tmp_path, lmo, compared, *trained, published, biases)
-    assert ["0.3", "0.509", "not run", "0.494", "0.600", "0.922", "0.900", "7"] in rows
-    assert ["3", "90.0 %", "80.0 %", "at most 85.0 %", "23.9", "8", "8"] in rows
-    assert ["uniform", "0.200"] in rows
-    # Laplace noise of scale 1 has variance 2; with u uniform on [a, b] it is 2 / (a b).
-    assert ["Laplace, u = 1", *["0.500 (2.83)"] * 3] in rows
-    assert ["LMO, u uniform on [0.1, 0.5]", *["0.500 (12.6)"] * 3] in rows
-
-
-@pytest.mark.parametrize("name", ["aggregation-medquad", "aggregation-sst2"])
-def test_sweeps_on_real_data_name_files_of_the_data_folder(name):
-    assert set(aggregation.FILES[name]) <= {"data", "test_data"}
-    text = (federations.SWEEPS / f"{name}.toml").read_text()
-    assert all(f'{key} = "{file}"' in text for key, file in aggregation.FILES[name].items())
+def test_sweeps_on_real_data_name_files_of_the_data_folder():
+    for name in ("aggregation-medquad", "aggregation-sst2"):
+        assert set(aggregation.FILES[name]) <= {"data", "test_data"}
+        text = (federations.SWEEPS / f"{name}.toml").read_text()
+        assert all(f'{key} = "{file}"' in text for key, file in aggregation.FILES[name].items())
 
 
 def test_a_lead_stands_with_its_target_and_a_missed_one_in_bold(tmp_path):
@@ -210,6 +130,7 @@ def test_the_grids_differ_in_what_they_vary_alone(tmp_path):
     assert config_of(replace(base, rank=16), tmp_path) == replace(one, rank=16)
     assert config_of(replace(base, epsilon=4.0), tmp_path) == replace(one, target_epsilon=4.0)
     assert (one.delta, one.max_records) == (DELTA, 150)
+    assert (one.aggregation, one.factors, one.sampling_probability) == ("ffa-lora", "weights", 0.15)
     papers = config_of(replace(base, rule=RULES["DP-LoRA"]), tmp_path)
     assert papers == replace(one, aggregation="dp-lora"), "A is trained too, and nothing else differs"
     assert papers.rule.trains == "lora"
@@ -235,13 +156,8 @@ def test_training_in_one_place_reads_the_prompts_of_the_federation(tmp_path):
     private = config_of(replace(cell, method=PRIVATE, epsilon=8.0), tmp_path)
     assert plain.prompt_template == private.prompt_template != "{}"
     assert (plain.aggregation, plain.factors, plain.answers) == ("dp-lora", "weights", private.answers)
-
-
-def test_free_answers_keep_the_recipe_of_free_answers(tmp_path):
-    config = config_of(LanguageCell(task=ANSWERS, epsilon=8.0), tmp_path)
-    assert (config.aggregation, config.factors, config.max_records) == ("ffa-lora", "inputs", 500)
-    grid = config_of(LanguageCell(task=GRID, epsilon=8.0), tmp_path)
-    assert (grid.aggregation, grid.factors, grid.sampling_probability) == ("ffa-lora", "weights", 0.15)
+    free = config_of(LanguageCell(task=ANSWERS, epsilon=8.0), tmp_path)
+    assert (free.aggregation, free.factors, free.max_records) == ("ffa-lora", "inputs", 500)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
