@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from fedpriv.learning.adapters import LoraSettings, attach, load_base
-from fedpriv.learning.training import local_update as updates
+from fedpriv.learning.adapters import LoraSettings, attach
+from fedpriv.learning.data.records import Records
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.stacked import execute_one_by_one, execute_stacked
 from fedpriv.privacy.mechanisms.sources import SeededSource
-from tests.learning.training.test_local_update import make_task
+from tests.contracts.test_engines import assert_close, make_tasks, model_of
 from tests.tiny import move, random_records, tiny_causal
 
 WAYS = {
@@ -31,61 +31,41 @@ WAYS = {
 }
 
 
-def models(kind: str, tiny_bert) -> list[TrainingModel]:
-    """A node's and a simulation's."""
-    found = []
-    for alone in (True, False):
-        if kind == "classifier":
-            peft_model = attach(load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3), LoraSettings(layers="last-1"))
-        else:
-            peft_model = attach(tiny_causal("llama"), LoraSettings(rank=2, task="CAUSAL_LM"))
-        found.append(TrainingModel(move(peft_model), memory_limit=2**30, max_length=40, alone=alone, num_workers=1))
-    return found
+def two_clients(**options) -> list[Records]:
+    return [random_records(12, seed=seed, longest=40, **options) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module")
-def classifiers(tiny_bert):
-    return models("classifier", tiny_bert)
-
-
-def executed(model, records, execute, **changes):
-    """The updates of two clients, the same in each model but for rounding."""
-    tasks = [make_task(model, own, noise_multiplier=0.5, seed=seed, **changes) for seed, own in enumerate(records)]
-    results = execute(model, tasks)
-    assert all(isinstance(result, updates.ClientUpdate) for result in results), results
-    return results
-
-
-def assert_equal_up_to_rounding(node, simulation):
-    for one, other in zip(node, simulation, strict=True):
-        assert one.event == other.event
-        for name, tensor in one.adapter.items():
-            torch.testing.assert_close(tensor, other.adapter[name], atol=2e-5, rtol=1e-3)
+def node_and_simulation(tiny_bert) -> list[TrainingModel]:
+    """The models of both."""
+    options = {"memory_limit": 2**30, "layers": "last-1", "max_length": 40}
+    return [model_of(tiny_bert, **options, alone=alone) for alone in (True, False)]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_node_and_both_engines_give_the_same_update(classifiers, way):
-    alone, sharing = classifiers
-    records = [random_records(12, seed=seed, longest=40) for seed in (0, 1)]
-    if "max_records_per_person" in WAYS[way]:
+def test_a_node_and_both_engines_give_the_same_update(node_and_simulation, way):
+    node, simulation = node_and_simulation
+    records = two_clients()
+    if way == "persons":
         records = [dataclasses.replace(own, persons=tuple(f"person {i % 5}" for i in range(12))) for own in records]
-    node = executed(alone, records, execute_one_by_one, **WAYS[way])
+    expected = execute_one_by_one(node, make_tasks(node, records, **WAYS[way]))
     for execute in (execute_one_by_one, execute_stacked):
-        assert_equal_up_to_rounding(node, executed(sharing, records, execute, **WAYS[way]))
+        assert_close(expected, execute(simulation, make_tasks(simulation, records, **WAYS[way])), rtol=1e-3)
 
 
-def test_a_language_model_gives_the_same_update(tiny_bert):
-    alone, sharing = models("language model", tiny_bert)
-    records = [random_records(30, classes=0, vocabulary=50, seed=seed, longest=40) for seed in (0, 1)]
-    node = executed(alone, records, execute_one_by_one)
-    assert_equal_up_to_rounding(node, executed(sharing, records, execute_stacked))
+def test_a_node_gives_the_update_of_a_language_model_of_a_simulation():
+    records, updates = two_clients(classes=0, vocabulary=50), []
+    for alone, execute in ((True, execute_one_by_one), (False, execute_stacked)):
+        peft_model = move(attach(tiny_causal("llama"), LoraSettings(rank=2, task="CAUSAL_LM")))
+        model = TrainingModel(peft_model, memory_limit=2**30, max_length=40, alone=alone)
+        updates.append(execute(model, make_tasks(model, records)))
+    assert_close(*updates, rtol=1e-3)
 
 
-def test_a_node_and_a_simulation_count_the_same(classifiers):
-    records, spec = random_records(50, longest=40), UpdateSpec.counts(0.0)
-    found = []
-    for model in classifiers:
-        task = make_task(model, records)
+def test_a_node_and_a_simulation_count_the_same(node_and_simulation):
+    records, spec, found = random_records(50, longest=40), UpdateSpec.counts(0.0), []
+    for model in node_and_simulation:
+        (task,) = make_tasks(model, [records])
         sampler = spec.sampler(50, SeededSource(0))
         (update,) = execute_one_by_one(model, [dataclasses.replace(task, spec=spec, sampler=sampler)])
         found.append(update.noised)
@@ -93,8 +73,8 @@ def test_a_node_and_a_simulation_count_the_same(classifiers):
     assert found[0].sum() == 50
 
 
-def test_a_simulation_equals_itself_to_the_bit(classifiers):
-    records = [random_records(12, seed=seed, longest=40) for seed in (0, 1)]
-    one, other = (executed(classifiers[1], records, execute_stacked) for _ in range(2))
+def test_a_simulation_equals_itself_to_the_bit(node_and_simulation):
+    _, simulation = node_and_simulation
+    one, other = (execute_stacked(simulation, make_tasks(simulation, two_clients())) for _ in range(2))
     for first, second in zip(one, other, strict=True):
         assert all(torch.equal(first.adapter[name], second.adapter[name]) for name in first.adapter)

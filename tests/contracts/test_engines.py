@@ -17,9 +17,10 @@ import torch
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import InputError
-from fedpriv.learning.adapters import read
+from fedpriv.learning.adapters import LoraSettings, attach, load_base, read
 from fedpriv.learning.adapters._arithmetic import A_SUFFIX, B_SUFFIX, Product, factors_of
 from fedpriv.learning.aggregation.rules import RULES
+from fedpriv.learning.data.records import Records
 from fedpriv.learning.training.independence import TRAINING
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask
 from fedpriv.learning.training.model import TrainingModel
@@ -33,7 +34,8 @@ from simulations.engines import federation, ray_actors
 from simulations.engines.ray_actors import RayExecutor
 from simulations.sites import free_port
 from tests.chats import chat_model
-from tests.tiny import with_persons
+from tests.marks import slow
+from tests.tiny import move, random_records, with_persons
 
 # Clients of very different sizes: one has no records to draw, one draws every record.
 SIZES = (40, 3, 0, 90, 12)
@@ -60,91 +62,94 @@ def make_tasks(model, records, **changes) -> list[UpdateTask]:
     ]
 
 
+def assert_close(expected, found, *, rtol: float = 1e-4) -> None:
+    """Whether all these updates are the same, but for rounding."""
+    for one, other in zip(expected, found, strict=True):
+        assert isinstance(one, ClientUpdate), one
+        assert isinstance(other, ClientUpdate), other
+        assert (one.event, one.num_records) == (other.event, other.num_records)
+        assert one.adapter.keys() == other.adapter.keys()
+        for name, tensor in one.adapter.items():
+            torch.testing.assert_close(other.adapter[name], tensor, atol=2e-5, rtol=rtol, msg=name)
+
+
 def assert_equal(model, records, **changes) -> None:
     alone = execute_one_by_one(model, make_tasks(model, records, **changes))
     tasks = make_tasks(model, records, **changes)
-    for one, other, task in zip(alone, execute_stacked(model, tasks), tasks, strict=True):
-        assert isinstance(one, ClientUpdate)
-        assert (one.event, one.num_records) == (other.event, other.num_records)
-        assert one.adapter.keys() == other.adapter.keys() == task.adapter.keys()
-        for name, tensor in one.adapter.items():
-            assert not torch.equal(tensor, task.adapter[name]), (
-                f"{name} did not change, so the test would prove nothing"
-            )
-            torch.testing.assert_close(other.adapter[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
+    for one, task in zip(alone, tasks, strict=True):
+        unmoved = [name for name, tensor in one.adapter.items() if torch.equal(tensor, task.adapter[name])]
+        assert not unmoved, "the test would prove nothing"
+    assert_close(alone, execute_stacked(model, tasks))
 
 
-def every_day(rules: Sequence[str], *chosen: str) -> list[object]:
-    """The rules, of which those that were not chosen are for long series."""
-    return [pytest.param(rule, marks=[] if rule in chosen else pytest.mark.slow) for rule in rules]
+@pytest.fixture(scope="module")
+def encoded(tiny_bert) -> TrainingModel:
+    return model_of(tiny_bert)
 
 
-@pytest.mark.parametrize("clipping", CLIPPING_RULES)
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
-def test_stacked_equals_alone_for_every_clipping_rule_and_optimizer(encoder, make_records, clipping, optimizer):
-    model = TrainingModel(encoder(), memory_limit=MEMORY)
-    records = [make_records(size, seed=size) for size in SIZES]
-    assert_equal(model, records, clipping=clipping, optimizer=optimizer)
+def model_of(tiny_bert, *, memory_limit: int = MEMORY, layers: str = "all", **options: object) -> TrainingModel:
+    """A classifier whose adapter is not at its start."""
+    base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
+    return TrainingModel(move(attach(base, LoraSettings(rank=4, layers=layers))), memory_limit=memory_limit, **options)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_stacked_equals_alone_with_noise_on_the_upload(encoder, make_records, optimizer):
-    model = TrainingModel(encoder(), memory_limit=MEMORY)
-    assert_equal(model, [make_records(size, seed=size) for size in SIZES], optimizer=optimizer, noise_on="upload")
+@pytest.fixture(scope="module")
+def clients() -> list[Records]:
+    return [random_records(size, seed=size) for size in SIZES]
 
 
-@pytest.mark.parametrize("clipping", every_day(CLIPPING_RULES, "per-tensor"))
-@pytest.mark.parametrize("noise_on", NOISE_TARGETS)
-def test_stacked_equals_alone_with_lmo_noise(encoder, make_records, clipping, noise_on):
-    model = TrainingModel(encoder(), memory_limit=MEMORY)
-    parts = (
-        '{"combination": "mixture", "gamma": {"weight": 0.5, "shape": 2.0, "scale": 0.3}, '
-        '"uniform": {"weight": 0.5, "low": 1.0, "high": 3.0}}'
-    )
-    records = [make_records(size, seed=size) for size in SIZES]
-    assert_equal(model, records, clipping=clipping, noise_on=noise_on, mechanism="lmo", mechanism_parameters=parts)
+LMO = (
+    '{"combination": "mixture", "gamma": {"weight": 0.5, "shape": 2.0, "scale": 0.3}, '
+    '"uniform": {"weight": 0.5, "low": 1.0, "high": 3.0}}'
+)
+OF_LMO = {"mechanism": "lmo", "mechanism_parameters": LMO}
+# Every day test_alone.py has each of these of two clients, but for LMO noise.
+LONG = [
+    *({"clipping": clipping, "optimizer": each} for clipping in CLIPPING_RULES for each in ("sgd", "adamw")),
+    *({"noise_on": "upload", "optimizer": each} for each in ("sgd", "adamw")),
+    *({"clipping": clipping, "noise_on": on, **OF_LMO} for clipping in CLIPPING_RULES for on in NOISE_TARGETS),
+]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("clipping", every_day(CLIPPING_RULES, "joint"))
+@pytest.mark.parametrize("changes", [{}, {"clipping": "per-tensor", **OF_LMO}, *slow(*LONG)])
+def test_stacked_equals_alone_for_every_clipping_rule_optimizer_and_noise(encoded, clients, changes):
+    assert_equal(encoded, clients, **changes)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", *slow("llama")])
+@pytest.mark.parametrize("clipping", ["joint", *slow(*CLIPPING_RULES[1:])])
 def test_stacked_equals_alone_on_causal_models(causal, make_records, kind, clipping):
     model = TrainingModel(causal(kind), memory_limit=MEMORY)
     assert_equal(model, [make_records(size, classes=0, seed=size) for size in SIZES], clipping=clipping)
 
 
-def test_stacked_equals_alone_with_the_prefix_cache(encoder, make_records):
+def test_stacked_equals_alone_with_the_prefix_cache_and_with_memory_for_only_some_clients(encoder, clients):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=MEMORY)
     assert model.cache is not None
-    assert_equal(model, [make_records(size, seed=size) for size in SIZES])
-
-
-def test_stacked_equals_alone_with_memory_for_only_some_clients(encoder, make_records):
+    assert_equal(model, clients)
     model = TrainingModel(encoder(), memory_limit=2**18)
     assert 1 < clients_at_once(model) < len(SIZES)
-    assert_equal(model, [make_records(size, seed=size) for size in SIZES])
+    assert_equal(model, clients)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", *slow("adamw")])
 @pytest.mark.parametrize(
     ("trains", "quantization"),
     [("lora-b", "none"), ("lora-r", "none"), ("weights", "none"), ("weights", "ternary"), ("lora", "ternary")],
 )
-def test_stacked_equals_alone_whatever_is_trained(encoder, make_records, optimizer, trains, quantization):
+def test_stacked_equals_alone_whatever_is_trained(encoder, clients, optimizer, trains, quantization):
     model = TrainingModel(encoder(trains=trains, layers="last-1"), memory_limit=MEMORY)
-    records = [make_records(size, seed=size) for size in SIZES]
-    assert_equal(model, records, optimizer=optimizer, quantization=quantization)
+    assert_equal(model, clients, optimizer=optimizer, quantization=quantization)
 
 
-def test_stacked_equals_alone_for_clients_of_different_rank_on_a_merged_base(encoder, make_records):
-    model = TrainingModel(encoder(), memory_limit=MEMORY)
+def test_stacked_equals_alone_for_clients_of_different_rank_on_a_merged_base(encoded, clients):
+    model = encoded
     merged = {name: Product(0.1 * b, a) for name, (b, a) in factors_of(model.initial).items()}
     generator = torch.Generator().manual_seed(0)
 
     def tasks():
         made = []
-        for rank, task in zip(
-            (1, 4, 2, 1, 9), make_tasks(model, [make_records(s, seed=s) for s in SIZES]), strict=True
-        ):
+        for rank, task in zip((1, 4, 2, 1, 9), make_tasks(model, clients), strict=True):
             shapes = {
                 n: (rank if A_SUFFIX in n else t.shape[0], rank if B_SUFFIX in n else t.shape[1])
                 for n, t in task.adapter.items()
@@ -154,36 +159,25 @@ def test_stacked_equals_alone_for_clients_of_different_rank_on_a_merged_base(enc
             made.append(dataclasses.replace(task, adapter={**task.adapter, **fresh}, merged=merged))
         return made
 
-    for one, other in zip(execute_one_by_one(model, tasks()), execute_stacked(model, tasks()), strict=True):
-        assert isinstance(one, ClientUpdate), one
-        for name, tensor in one.adapter.items():
-            torch.testing.assert_close(other.adapter[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
+    assert_close(execute_one_by_one(model, tasks()), execute_stacked(model, tasks()))
 
 
-def test_a_failing_client_returns_its_exception_and_the_rest_of_its_stack_succeeds(encoder, make_records):
-    model = TrainingModel(encoder(), memory_limit=MEMORY)
-    tasks = make_tasks(model, [make_records(size, seed=size) for size in SIZES])
+def test_a_failing_client_returns_its_exception_and_the_others_keep_their_own_specification(encoded, clients):
+    tasks = make_tasks(encoded, clients)
     malformed = {name: tensor[:1] for name, tensor in tasks[1].adapter.items()}
-    results = execute_stacked(model, [tasks[0], dataclasses.replace(tasks[1], adapter=malformed), *tasks[2:]])
-    assert [type(result) for result in results].count(ClientUpdate) == len(SIZES) - 1
-    assert isinstance(results[1], ValueError)
-
-
-def test_tasks_with_different_specifications_each_keep_their_own(encoder, make_records):
-    model = TrainingModel(encoder(), memory_limit=MEMORY)
-    tasks = make_tasks(model, [make_records(size, seed=size) for size in SIZES])
+    tasks[1] = dataclasses.replace(tasks[1], adapter=malformed)
     tasks[3] = dataclasses.replace(tasks[3], spec=dataclasses.replace(SPEC, local_steps=1))
-    assert [update.event.count for update in execute_stacked(model, tasks)] == [3, 3, 3, 1, 3]
+    first, failed, *others = execute_stacked(encoded, tasks)
+    assert isinstance(failed, ValueError)
+    assert [update.event.count for update in (first, *others)] == [3, 3, 1, 3]
 
 
-def test_secure_noise_differs_between_clients_and_runs(encoder, make_records):
-    model = TrainingModel(encoder(), memory_limit=MEMORY)
-    source, no_records = SecureSource(), make_records(0)
-    tasks = [dataclasses.replace(t, noise=source) for t in make_tasks(model, [no_records] * 3)]
+def test_secure_noise_differs_between_clients_and_runs(encoded, make_records):
+    tasks = [dataclasses.replace(t, noise=SecureSource()) for t in make_tasks(encoded, [make_records(0)] * 3)]
     moves = [
         torch.cat([(update.adapter[name] - task.adapter[name]).flatten() for name in task.adapter])
         for _ in range(2)
-        for update, task in zip(execute_stacked(model, tasks), tasks, strict=True)
+        for update, task in zip(execute_stacked(encoded, tasks), tasks, strict=True)
     ]
     correlation = torch.corrcoef(torch.stack(moves)) - torch.eye(6)
     assert correlation.abs().max() < 6 / len(moves[0]) ** 0.5
@@ -231,9 +225,7 @@ def test_an_existing_cluster_is_joined_at_its_address(cluster, small_run):
         found = executor(make_tasks(bench.model, records))
         assert ray.get_runtime_context().gcs_address.endswith(cluster.rpartition(":")[2])
         assert len(executor._actors) == 1
-    for one, other in zip(expected, found, strict=True):
-        for name in one.adapter:
-            torch.testing.assert_close(other.adapter[name], one.adapter[name], atol=2e-5, rtol=1e-4)
+    assert_close(expected, found)
 
 
 def test_an_address_without_a_cluster_is_refused_in_one_line(small_run):
@@ -274,9 +266,7 @@ def test_a_dead_actor_is_retried_once_and_then_its_clients_fail(cluster, small_r
         for one_actor_dies in (False, True):
             if one_actor_dies:
                 ray.kill(executor._actors[0])
-            for one, other in zip(expected, executor(make_tasks(bench.model, records)), strict=True):
-                for name in one.adapter:
-                    torch.testing.assert_close(other.adapter[name], one.adapter[name], atol=2e-5, rtol=1e-4)
+            assert_close(expected, executor(make_tasks(bench.model, records)))
         assert "first attempt" in caplog.text
 
         dead = executor._actors[0]
@@ -305,10 +295,7 @@ def assert_engines_agree(values: dict[str, object], folder: Path, rule: str, eng
     assert len(set(epsilons.values())) == 1
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [pytest.param(rule, marks=[] if rule == "dp-lora" else pytest.mark.slow) for rule in RULES],
-)
+@pytest.mark.parametrize("rule", ["dp-lora", *slow(*(rule for rule in RULES if rule != "dp-lora"))])
 def test_complete_runs_give_the_same_losses_and_epsilons_stacked_and_one_by_one(small_run, tmp_path, rule):
     assert_engines_agree(small_run, tmp_path, rule, ("in-process", "stacked"))
 
@@ -327,15 +314,6 @@ def run_of_persons(small_run, table, tmp_path) -> dict[str, object]:
     return {**small_run, **columns, "data": str(with_persons(table, tmp_path / "persons.csv", 3))}
 
 
-def test_complete_runs_of_persons_agree_stacked_and_one_by_one(run_of_persons, tmp_path):
-    assert_engines_agree(run_of_persons, tmp_path, "dp-lora", ("in-process", "stacked"))
-
-
-@pytest.mark.slow
-def test_complete_runs_of_persons_agree_on_ray(cluster, run_of_persons, tmp_path):
-    assert_engines_agree({**run_of_persons, "ray_address": cluster}, tmp_path, "dp-lora", ("in-process", "ray"))
-
-
 @pytest.fixture
 def answering_run(small_run, tmp_path) -> dict[str, object]:
     """A federation of a tiny model that learns responses."""
@@ -347,13 +325,12 @@ def answering_run(small_run, tmp_path) -> dict[str, object]:
     return {**small_run, **changes, "model": str(model), "data": str(data)}
 
 
-def test_complete_runs_on_responses_agree_stacked_and_one_by_one(answering_run, tmp_path):
-    assert_engines_agree(answering_run, tmp_path, "dp-lora", ("in-process", "stacked"))
-
-
+# Every day test_alone.py has persons and a language model.
 @pytest.mark.slow
-def test_complete_runs_on_responses_agree_on_ray(cluster, answering_run, tmp_path):
-    assert_engines_agree({**answering_run, "ray_address": cluster}, tmp_path, "dp-lora", ("in-process", "ray"))
+@pytest.mark.parametrize("kind", ["run_of_persons", "answering_run"])
+def test_complete_runs_of_persons_and_on_responses_agree(request, cluster, tmp_path, kind):
+    values = {**request.getfixturevalue(kind), "ray_address": cluster}
+    assert_engines_agree(values, tmp_path, "dp-lora", ("in-process", "stacked", "ray"))
 
 
 def test_a_memory_limit_that_fits_one_client_is_reported_and_the_run_continues_in_process(small_run, tmp_path, caplog):
@@ -363,6 +340,6 @@ def test_a_memory_limit_that_fits_one_client_is_reported_and_the_run_continues_i
         def notice(self, text: str) -> None:
             Notes.text += text
 
-    values = {**small_run, "rank": 512, "memory_limit_mb": 1, "rounds": 1, "out": str(tmp_path)}
+    values = {**small_run, "rank": 256, "memory_limit_mb": 1, "rounds": 1, "out": str(tmp_path)}
     federation.run(parse(values), Notes())
     assert "memory_limit_mb = 1 holds one client at a time" in Notes.text
