@@ -43,6 +43,10 @@ def rounds(folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "rounds.csv").drop(columns="seconds")
 
 
+def clients(folder: Path) -> pd.DataFrame:
+    return pd.read_csv(folder / "clients.csv")
+
+
 def summary(folder: Path) -> dict[str, object]:
     return json.loads((folder / "summary.json").read_text())
 
@@ -52,94 +56,78 @@ def finished(small_run, tmp_path_factory) -> Path:
     return run(small_run, tmp_path_factory.mktemp("runs") / "one", comparison=True)
 
 
-def test_same_seed_gives_the_same_numbers_to_the_bit(finished, small_run, tmp_path):
+def test_the_same_seed_gives_the_same_numbers_to_the_bit_and_another_seed_others(finished, small_run, tmp_path):
     again = run(small_run, tmp_path / "again", comparison=True)
     assert rounds(finished).equals(rounds(again))
     assert rounds(finished / "comparison").equals(rounds(again / "comparison"))
+    other = run(small_run, tmp_path / "other", seed=1, rounds=1)
+    assert not rounds(finished)[:2].equals(rounds(other))
 
 
-def test_another_seed_gives_other_numbers(finished, small_run, tmp_path):
-    assert not rounds(finished).equals(rounds(run(small_run, tmp_path / "other", seed=1)))
-
-
-def test_by_default_no_seed_fixes_noise_and_inclusion(small_run, tmp_path):
+def test_without_a_simulation_no_seed_fixes_noise_and_inclusion(finished, small_run, tmp_path):
     one, two = (run(small_run, tmp_path / name, **SECURE) for name in ("one", "two"))
     assert rounds(one).test_loss[0] == rounds(two).test_loss[0], "the initial model does take its seed"
     assert rounds(one).test_loss[1] != rounds(two).test_loss[1]
-
-
-def test_a_seeded_run_is_marked_not_private(finished, small_run, tmp_path):
-    assert summary(finished)["private"] is False
-    assert summary(finished)["noise_source"] == "seeded"
+    assert (summary(one)["private"], summary(one)["noise_source"]) == (True, "secure")
+    assert (summary(finished)["private"], summary(finished)["noise_source"]) == (False, "seeded")
     assert "not private" in (finished / "report.html").read_text().lower()
-    secure = run(small_run, tmp_path / "secure", **SECURE)
-    assert summary(secure)["private"] is True
-    assert summary(secure)["noise_source"] == "secure"
 
 
 def test_folder_holds_everything(finished):
     names = {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()}
     expected = {"config.toml", "environment.json", "rounds.csv", "clients.csv", "summary.json", "report.html"}
-    adapters = {f"variants/{name}/adapter_model.safetensors" for name in ("global", "client-0", "client-1", "client-2")}
+    files = [finished / f"variants/{name}" for name in ("global", "client-0", "client-1", "client-2")]
+    adapters = {str(path.relative_to(finished) / "adapter_model.safetensors") for path in files}
     assert expected | adapters | {"comparison/rounds.csv", "comparison/summary.json"} <= names
     assert not [name for name in names if name.endswith(".tmp")]
+    # A card says first that a seeded run is not private.
+    for path in files:
+        card = (path / "README.md").read_text().split("\n---\n")[1]
+        assert card.lstrip().startswith("> **NOT PRIVATE**")
 
 
-def test_epsilons_are_those_of_dp_accounting_for_what_was_sampled(finished, small_run):
-    clients = pd.read_csv(finished / "clients.csv")
-    sizes = clients.groupby("client").num_records.first()
+def test_epsilons_and_risks_are_those_of_what_was_sampled(finished):
+    sizes = clients(finished).groupby("client").num_records.first()
     rho_bar = np.sqrt(((sizes / sizes.sum()) ** 2).sum())
-    for row in summary(finished)["clients"]:
-        q = 8 / row["num_records"]
+    told, live = summary(finished), clients(finished).query("round == 2").set_index("client").epsilon_local
+    for row in told["clients"]:
         for view, scale in (("local", 1.0), ("rho", rho_bar)):
-            event = SubsampledGaussian(noise_multiplier=float(scale), sampling_probability=q, count=4)
+            probability = 8 / row["num_records"]
+            event = SubsampledGaussian(noise_multiplier=float(scale), sampling_probability=probability, count=4)
             assert row[f"epsilon_{view}"] == pytest.approx(epsilon_of([event], 1e-5, "pld").epsilon, rel=1e-6)
+            if view == "local":
+                risk = risk_of([event], 1e-5).values
+                assert {key: row[key] for key in risk} == risk
         assert row["delta"] == 1e-5
         assert row["epsilon_local"] <= row["epsilon_rho"]
-    assert summary(finished)["epsilon_rho_max"] == max(row["epsilon_rho"] for row in summary(finished)["clients"])
-    least, theorem = sizes.min(), summary(finished)["theorem_1"]
-    by_hand = 2 * (8 / least) * np.sqrt(4 * np.log(1e5)) / (rho_bar * 1.0)
+        assert live[row["client"]] >= row["epsilon_local"] * (1 - 1e-3), "rdp is never below pld"
+    assert told["epsilon_rho_max"] == max(row["epsilon_rho"] for row in told["clients"])
+    assert told["tpr_at_fpr"]["0.01"] == max(row["tpr_at_fpr"]["0.01"] for row in told["clients"])
+    assert told["trade_off"]["tpr"][told["trade_off"]["fpr"].index(0.01)] == told["tpr_at_fpr"]["0.01"]
+    theorem = told["theorem_1"]
+    by_hand = 2 * (8 / sizes.min()) * np.sqrt(4 * np.log(1e5)) / (rho_bar * 1.0)
     assert theorem["epsilon"] == pytest.approx(by_hand)
     assert not theorem["conditions_hold"]
     assert theorem["violated"][0] == "rho_bar * sigma >= 1", "0.59, as nearly always"
     assert f"gives {by_hand:.3g}, and is no bound: these of its" in (finished / "report.html").read_text()
-    live = clients[clients["round"] == 2].set_index("client").epsilon_local
-    for row in summary(finished)["clients"]:
-        assert live[row["client"]] >= row["epsilon_local"] * (1 - 1e-3), "rdp is never below pld"
-
-
-def test_risks_are_those_of_what_was_charged(finished):
-    told, clients = summary(finished), summary(finished)["clients"]
-    for row in clients:
-        event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=8 / row["num_records"], count=4)
-        assert {key: row[key] for key in risk_of([event], 1e-5).values} == risk_of([event], 1e-5).values
-    assert told["tpr_at_fpr"]["0.01"] == max(row["tpr_at_fpr"]["0.01"] for row in clients)
-    assert told["trade_off"]["tpr"][told["trade_off"]["fpr"].index(0.01)] == told["tpr_at_fpr"]["0.01"]
-    without = summary(finished / "comparison")
-    assert (without["mu"], without["advantage"], without["tpr_at_fpr"]["0.001"]) == ("inf", 1.0, 1.0)
-
-
-def test_a_target_of_risk_gives_the_noise(small_run, tmp_path):
-    values = {key: value for key, value in small_run.items() if key != "noise_multiplier"}
-    folder = run(values, tmp_path / "one", target_risk="tpr=0.05@fpr=0.01", rounds=1)
-    assert 0.049 < summary(folder)["tpr_at_fpr"]["0.01"] <= 0.05
-    assert tomllib.loads((folder / "config.toml").read_text())["target_epsilon"] == ""
 
 
 def test_comparison_has_no_noise_and_infinite_epsilon(finished):
-    clients = pd.read_csv(finished / "comparison" / "clients.csv")
-    assert (clients.noise_multiplier == 0).all()
-    assert np.isinf(clients.epsilon_local).all()
-    assert summary(finished)["accuracy_non_private"] == summary(finished / "comparison")["accuracy"]
+    without = finished / "comparison"
+    assert (clients(without).noise_multiplier == 0).all()
+    assert np.isinf(clients(without).epsilon_local).all()
+    assert summary(finished)["accuracy_non_private"] == summary(without)["accuracy"]
+    assert (summary(without)["mu"], summary(without)["advantage"]) == ("inf", 1.0)
+    assert summary(without)["tpr_at_fpr"]["0.001"] == 1.0
 
 
 def test_bytes_are_those_of_the_adapters(finished):
     adapter = fedpriv.learning.adapters.read(workbench_of(finished).model.peft_model)
     floats = 4 * sum(tensor.numel() for tensor in adapter.values())
-    clients = pd.read_csv(finished / "clients.csv")
-    assert (clients.bytes_up >= floats).all()
-    assert (clients.bytes_up <= floats + 500 * len(adapter) + 1000).all()
-    assert rounds(finished).bytes_up.sum() == clients.bytes_up.sum() == summary(finished)["bytes_up"]
+    bytes_up = clients(finished).bytes_up
+    assert (bytes_up >= floats).all()
+    assert (bytes_up <= floats + 500 * len(adapter) + 1000).all()
+    assert rounds(finished).bytes_up.sum() == bytes_up.sum() == summary(finished)["bytes_up"]
 
 
 def workbench_of(folder: Path):
@@ -163,57 +151,36 @@ def test_saved_adapter_loads_in_peft_and_reproduces_the_accuracy(finished, small
     assert result.loss == pytest.approx(rounds(finished).test_loss.iloc[-1], rel=1e-5)
 
 
-def test_every_variant_has_a_card_which_says_first_that_a_seeded_run_is_not_private(finished):
-    cards = sorted(finished.glob("variants/*/README.md"))
-    assert [path.parent.name for path in cards] == ["client-0", "client-1", "client-2", "global"]
-    for path in cards:
-        assert path.read_text().split("\n---\n")[1].lstrip().startswith("> **NOT PRIVATE**")
-
-
-def test_global_adapter_is_the_weighted_average_of_the_last_uploads(finished):
-    bench = workbench_of(finished)
-    sizes = [len(client) for client in bench.data.clients]
-    from safetensors.torch import load_file
-
-    parts = [load_file(finished / "variants" / f"client-{k}" / "adapter_model.safetensors") for k in range(3)]
-    merged = load_file(finished / "variants" / "global" / "adapter_model.safetensors")
-    for name, tensor in merged.items():
-        expected = sum(size * part[name].double() for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
-        torch.testing.assert_close(tensor.double(), expected, atol=1e-7, rtol=1e-6)
-
-
 def test_a_run_that_moved_nothing_says_so(small_run, tmp_path):
-    still = run(small_run, tmp_path / "still", noise_multiplier=0.0, learning_rate=1e-30)
+    still = run(small_run, tmp_path / "still", noise_multiplier=0.0, learning_rate=1e-30, rounds=1)
     assert summary(still)["adapters_moved"] is False
     assert summary(still)["unmoved_tensors"]
     start = {"a": torch.ones(2)}
-    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.ones(2)}), ["a"]) == ["a"]
-    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.ones(2)}), []) == []
-    assert unmoved_tensors(GlobalModel(initial=start, adapter={"a": torch.zeros(2)}), ["a"]) == []
+    for after, trained, unmoved in ((1, ["a"], ["a"]), (1, [], []), (0, ["a"], [])):
+        model = GlobalModel(initial=start, adapter={"a": torch.full((2,), float(after))})
+        assert unmoved_tensors(model, trained) == unmoved
 
 
 def test_clients_are_sampled_by_partition_id_and_the_seed(small_run, tmp_path):
-    folders = [run(small_run, tmp_path / name, clients_per_round=2, rounds=2) for name in ("one", "two")]
-    chosen = [pd.read_csv(folder / "clients.csv")[["round", "client"]] for folder in folders]
+    """With AdamW and without a cache, in the second run with the first's: who is chosen depends on none of them."""
+    changes = {"clients_per_round": 2, "rounds": 2}
+    others = {"optimizer": "adamw", "learning_rate": 0.01, "prefix_cache": False}
+    one, two = run(small_run, tmp_path / "one", **changes), run(small_run, tmp_path / "two", **changes, **others)
+    chosen = [clients(folder)[["round", "client"]] for folder in (one, two)]
     assert chosen[0].equals(chosen[1])
     assert (chosen[0].groupby("round").client.nunique() == 2).all()
-    weights = pd.read_csv(folders[0] / "clients.csv").groupby("round").weight.sum()
-    assert np.allclose(weights, 1.0)
-
-
-def test_adamw_without_cache_runs_too(small_run, tmp_path):
-    adamw = run(small_run, tmp_path / "adamw", optimizer="adamw", learning_rate=0.01, prefix_cache=False, rounds=1)
-    assert summary(adamw)["adapters_moved"] is True
+    assert np.allclose(clients(one).groupby("round").weight.sum(), 1.0)
+    assert summary(two)["adapters_moved"] is True
 
 
 @pytest.mark.parametrize("rule", ["batch", *slow("split", "per-tensor")])
 def test_clipping_rules_change_what_is_spent(finished, small_run, tmp_path, rule):
-    other = run(small_run, tmp_path / rule, clipping=rule)
-    clients = pd.read_csv(other / "clients.csv")
+    other = run(small_run, tmp_path / rule, clipping=rule, rounds=1)
     # One of two layers carries A and B of query and value; the head adds a weight and a bias.
     factor = {"split": 3**0.5, "per-tensor": 6**0.5, "batch": 2 * 3**0.5}[rule]
-    assert np.allclose(clients.effective_noise_multiplier, 1.0 / factor)
-    assert summary(other)["epsilon_local_max"] > summary(finished)["epsilon_local_max"]
+    assert np.allclose(clients(other).effective_noise_multiplier, 1.0 / factor)
+    first = clients(finished).query("round == 1")
+    assert (clients(other).epsilon_local > first.epsilon_local).all()
 
 
 def causal_folder(kind: str, tiny_bert: Path, folder: Path) -> Path:
@@ -232,8 +199,8 @@ def causal_folder(kind: str, tiny_bert: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("task", ["CAUSAL_LM", pytest.param("SEQ_CLS", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", *slow("gpt2")])
+@pytest.mark.parametrize("task", ["CAUSAL_LM", *slow("SEQ_CLS")])
 def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task):
     folder = causal_folder(kind, tiny_bert, tmp_path / kind)
     finished = run(small_run, tmp_path / "out", model=str(folder), task=task)
@@ -246,16 +213,24 @@ def test_causal_models_run_and_reload(small_run, tmp_path, tiny_bert, kind, task
     assert saved.keys() == workbench_of(finished).initial.keys()
 
 
-@pytest.mark.parametrize("view", [pytest.param("local", marks=pytest.mark.slow), "rho"])
-def test_target_epsilon_is_met_and_not_wasted(small_run, tmp_path, view):
-    changes = {"target_epsilon": 3.0, "noise_multiplier": BY_RECIPE, "clipping": "split"}
-    finished = run(small_run, tmp_path / view, privacy_view=view, **changes)
-    spent_most = summary(finished)[f"epsilon_{view}_max"]
-    # On the rho view the noise is for the worst case over who may drop out, 1 / sqrt(3) against rho_bar = 0.59.
-    assert 2.98 < spent_most <= 3.0 if view == "local" else 2.6 < spent_most <= 3.0
-    resolved = parse(tomllib.loads((finished / "config.toml").read_text()))
-    assert resolved.target_epsilon == 3.0
-    assert pd.read_csv(finished / "clients.csv").noise_multiplier.eq(resolved.noise_multiplier).all()
+@pytest.mark.parametrize(
+    ("target", "least", "most"),
+    [
+        # The noise is for the worst case over who may drop out, 1 / sqrt(3) against rho_bar = 0.59.
+        ({"target_epsilon": 3.0, "privacy_view": "rho"}, 2.6, 3.0),
+        ({"target_risk": "tpr=0.05@fpr=0.01"}, 0.049, 0.05),
+        pytest.param({"target_epsilon": 3.0, "privacy_view": "local"}, 2.98, 3.0, marks=pytest.mark.slow),
+    ],
+    ids=["rho", "risk", "local"],
+)
+def test_a_target_is_met_and_not_wasted(small_run, tmp_path, target, least, most):
+    folder = run(small_run, tmp_path / "run", noise_multiplier=BY_RECIPE, clipping="split", rounds=1, **target)
+    told = summary(folder)
+    of_view = f"epsilon_{target.get('privacy_view')}_max"
+    assert least < (told["tpr_at_fpr"]["0.01"] if "target_risk" in target else told[of_view]) <= most
+    resolved = parse(tomllib.loads((folder / "config.toml").read_text()))
+    assert resolved.target_epsilon == target.get("target_epsilon")
+    assert clients(folder).noise_multiplier.eq(resolved.noise_multiplier).all()
 
 
 @pytest.mark.parametrize("engine", ["stacked", "in-process"])
