@@ -1,24 +1,21 @@
-"""Runs that are killed at random instants, and what their ledgers say afterwards; `test_kill.py` starts it.
+"""Runs that are killed at random instants, and what their ledgers say afterwards; `test_kill.py` starts them.
 
-One process loads everything once and forks: every child is a process of its own on real files, killed by SIGKILL.
+This process has loaded everything and forks: every child is a process of its own on real files, killed by SIGKILL.
 """
 
 import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from flwr.app import Context, Message, RecordDict
 
 from clients import node
-from clients import node as node_keys
 from clients.app import message_of, request_of
 from fedpriv.config import RunConfig, parse, to_flower
 from fedpriv.holder.vault.answer import settle
@@ -76,8 +73,8 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
     """A node whose server goes on asking for the round that it has no reply for, under the same key."""
     bench, execute = workbench(config), partial(execute_one_by_one, workbench(config).model)
     (folder / "ledger.sqlite.nodes").mkdir(exist_ok=True)
-    node_config = {"partition-id": 0, node_keys.TRUST_KEY: True}
-    node_config[node_keys.LEDGER_KEY] = str(folder / "ledger.sqlite.nodes" / "0.sqlite")
+    node_config = {"partition-id": 0, node.TRUST_KEY: True}
+    node_config[node.LEDGER_KEY] = str(folder / "ledger.sqlite.nodes" / "0.sqlite")
     context = Context(1, 7, node_config, RecordDict(), to_flower(config))
     seen = folder / "last-round"
     with task_identity(1):
@@ -180,28 +177,17 @@ def account_once(config) -> None:
             epsilon_of([seen], 1e-5, "rdp")
 
 
-def main() -> None:
-    """Arguments: folder, configuration as JSON, kills of each kind, seed. Prints one JSON line."""
-    folder, config, kills = Path(sys.argv[1]), parse(json.loads(sys.argv[2])), int(sys.argv[3])
-    random.seed(int(sys.argv[4]))
-    torch.set_num_threads(1)
+def killed(config: RunConfig, folder: Path, kills: int, *, seed: int) -> dict[str, int]:
+    """{kind of run: replies that were sent by those that were killed}; so many kills of each kind."""
+    chance, replies = random.Random(seed), {}
     workbench(config).client(0)
     account_once(config)
-    result = {}
     for kind, longest in ((whole_run, 0.4), (one_node, 0.1)):
         place = folder / kind.__name__
         place.mkdir()
         checker = Checker(place, workbench(config).accounts)
         for attempt in range(kills):
-            replies, seconds = random.randint(0, MOST_REPLIES), random.uniform(0, longest)
-            checker.check(killed_after(replies, seconds, partial(kind, config, place, attempt)))
-        result[kind.__name__] = {
-            "kills": kills,
-            "replies": sum(map(len, checker.sent.values())),
-            "entries": {path.name: len(digests) for path, digests in checker._before.items()},
-        }
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+            after, seconds = chance.randint(0, MOST_REPLIES), chance.uniform(0, longest)
+            checker.check(killed_after(after, seconds, partial(kind, config, place, attempt)))
+        replies[kind.__name__] = sum(map(len, checker.sent.values()))
+    return replies
