@@ -162,19 +162,12 @@ def test_each_client_may_have_a_budget_of_its_own(budgeted, tmp_path):
         run(budgeted, tmp_path / "short", budget_epsilon=[4.0, 4.0])
 
 
-@pytest.mark.parametrize(
-    ("change", "condition"),
-    [
-        ({"local_steps": 2}, "local_steps = 2"),
-        ({"optimizer": "adamw"}, "optimizer = adamw"),
-        ({"secure_aggregation": False, "mechanism": "gaussian"}, "secure_aggregation = false"),
-        ({"max_update_norm": 5.0}, "max_update_norm"),
-    ],
-)
-def test_the_aggregate_view_is_refused_where_it_does_not_hold(budgeted, tmp_path, change, condition):
+# Each condition of the view itself has its test in tests/privacy/accounting/test_views.py.
+@pytest.mark.parametrize("change", [{"local_steps": 2}, {"max_update_norm": 5.0}], ids=str)
+def test_the_aggregate_view_is_refused_where_it_does_not_hold(budgeted, tmp_path, change):
     fine = {"local_steps": 1, "optimizer": "sgd", "secure_aggregation": True, "privacy_view": "aggregate"}
     fine |= {"min_clients": len(budgeted["client_sizes"])}
-    with pytest.raises(InputError, match=condition):
+    with pytest.raises(InputError, match=next(iter(change))):
         run(budgeted, tmp_path / "run", **fine | change)
 
 

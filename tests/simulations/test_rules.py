@@ -19,8 +19,6 @@ from transformers import AutoModelForSequenceClassification
 import fedpriv
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import Response
 from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX, OUTER_SUFFIX, Adapter, factors_of
 from fedpriv.learning.aggregation._fedavg import GlobalModel
 from fedpriv.learning.aggregation._products import rebased
@@ -34,7 +32,7 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from server.observer import LogObserver
 from server.strategy import RuleStrategy
-from simulations.engines import federation, grid
+from simulations.engines import federation
 from tests.marks import slow
 
 # Every day one of each kind that is saved: an adapter, weights, a merged base with adapters, inner matrices.
@@ -206,25 +204,6 @@ def test_silent_clients_send_a_tiny_message_and_pay_all_the_same(small_run, tmp_
     assert pd.read_csv(folder / "rounds.csv").test_loss[1:].nunique() == 1
 
 
-def test_a_client_that_sends_nonsense_is_named_in_the_table_and_the_run_goes_on(small_run, tmp_path, monkeypatch):
-    honest = grid.message_of
-
-    def poisoned(response, message):
-        if message.metadata.dst_node_id == 3 and kinds.ADAPTER in response.arrays:
-            next(iter(response.arrays[kinds.ADAPTER].values())).fill(float("nan"))
-            response = Response.of(fields=response.fields, arrays=response.arrays)
-        return honest(response, message)
-
-    monkeypatch.setattr(grid, "message_of", poisoned)
-    folder = run(small_run, tmp_path / "poisoned")
-    rows = clients(folder)
-    assert set(rows[rows.status == "malformed"].client) == {1}
-    assert rows[rows.client == 1].detail.str.contains("holds NaN or infinity").all()
-    assert summary(folder)["num_refused"] == 2
-    assert not (folder / "variants" / "client-1").exists()
-    assert rows[rows.client == 1].epsilon_local.iloc[-1] > 0
-
-
 @pytest.mark.parametrize(
     ("rule", "frozen"),
     [("fedavg", ()), pytest.param("bitfit", (".ln_tuning_layers.weight",), marks=pytest.mark.slow)],
@@ -303,21 +282,16 @@ def moves_in(trains: str) -> set[str]:
 @pytest.mark.parametrize("rule", PARTIAL)
 def test_every_trained_value_is_noised_and_every_other_one_comes_back_as_it_was_sent(run_of, rule, optimizer):
     _, seen = run_of(rule, optimizer)
-    for each, trains in zip(seen, ["head", "head", *TURNS[rule]], strict=True):
-        for upload in each.uploads:
-            for name, sent in each.before.adapter.items():
-                if kind(name) in moves_in(trains):
+    for round_, (each, trains) in enumerate(zip(seen, ["head", "head", *TURNS[rule]], strict=True)):
+        for name, sent in each.before.adapter.items():
+            is_trained = kind(name) in moves_in(trains)
+            for upload in each.uploads:
+                if is_trained:
                     assert (upload[name] != sent).float().mean() > 0.99, f"{name}: float32 may round a move away"
                 else:
                     assert torch.equal(upload[name], sent), name
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_in_rolora_a_factor_moves_in_its_own_rounds_alone(run_of, optimizer):
-    _, seen = run_of("rolora", optimizer)
-    for each, trains in zip(seen[1:], ["head", *TURNS["rolora"]], strict=True):  # the start leaves the bias at zero
-        for name, before in each.before.adapter.items():
-            assert torch.equal(before, each.after.adapter[name]) == (kind(name) not in moves_in(trains)), name
+            if rule == "rolora" and round_:  # the start leaves the bias at zero
+                assert torch.equal(sent, each.after.adapter[name]) is not is_trained, name
 
 
 def products(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -408,16 +382,3 @@ def test_a_run_that_is_resumed_between_turns_ends_as_a_whole_one(run_of, small_r
     pd.testing.assert_frame_equal(*tables, check_exact=True)
     tensors = [load_file(f / "variants/global/adapter_model.safetensors") for f in (tmp_path / "run", whole)]
     assert all(torch.equal(tensors[0][name], tensor) for name, tensor in tensors[1].items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", PARTIAL)
-def test_a_budget_stops_the_run_in_the_round_that_would_exceed_it(small_run, tmp_path, rule):
-    """Both turns cost the same, so it is the round in which dp-lora would stop as well."""
-    ends = {}
-    for each in (rule, "dp-lora"):
-        values = values_of(small_run, each, tmp_path / each, budget_epsilon=[7.0])
-        federation.run(parse(values), LogObserver())
-        ends[each] = json.loads((tmp_path / each / "summary.json").read_text())
-    assert ends[rule]["epsilon_local_max"] == ends["dp-lora"]["epsilon_local_max"] <= 7.0
-    assert 2 < ends[rule]["num_rounds"] == ends["dp-lora"]["num_rounds"] < 6
