@@ -134,33 +134,36 @@ def test_kept_features_change_no_run(tiny, tmp_path):
     assert again["accuracies"] == first["accuracies"]
 
 
-def test_features_of_a_trained_body_are_not_kept(tiny, tmp_path):
+def bench_with_kept_features(tmp_path, **changes):
     values = corpora.keys("tiny", 0, data=tmp_path, folder=tmp_path, validation=False, pooled=False)
-    config = parse({**values, "model": METHODS["head"]["model"], "layers": "last-1", "simulate": True})
-    bench, store = workbench(config), FeatureStore(tmp_path / "features.npz")
-    store.serve(bench.model, config)
+    values |= {"model": METHODS["head"]["model"], "layers": "last-1", "simulate": True}
+    bench = workbench(config := parse(values | changes))
+    FeatureStore(tmp_path / "features.npz").serve(bench.model, config)
+    return bench
+
+
+def test_features_of_a_trained_body_are_not_kept(tiny, tmp_path):
+    bench = bench_with_kept_features(tmp_path)
+    parameters = bench.model.parameters.items()
     with torch.no_grad():
-        for name, parameter in bench.model.parameters.items():
-            if ".lora_" not in name:
-                parameter.normal_()
-    before, _ = bench.model.evaluation_logits(bench.test, range(4))
-    with torch.no_grad():
-        for name, parameter in bench.model.parameters.items():
-            if ".lora_B." in name:
-                parameter.add_(0.5)
-    after, _ = bench.model.evaluation_logits(bench.test, range(4))
+        for parameter in (each for name, each in parameters if ".lora_" not in name):
+            parameter.normal_()
+        before, _ = bench.model.evaluation_logits(bench.test, range(4))
+        for parameter in (each for name, each in parameters if ".lora_B." in name):
+            parameter.add_(0.5)
+        after, _ = bench.model.evaluation_logits(bench.test, range(4))
     assert not torch.allclose(before, after)
 
 
 def test_features_that_are_missing_are_computed_beside_those_that_are_kept(tiny, tmp_path):
-    values = corpora.keys("tiny", 0, data=tmp_path, folder=tmp_path, validation=False, pooled=False)
-    config = parse({**values, "model": METHODS["head"]["model"], "layers": "last-1", "simulate": True, "train": "head"})
-    model, records = workbench(config).model, workbench(config).test
-    drawn = [(records, torch.arange(len(records)))]
-    expected = model.features.features(drawn, Body({}, {}), keep=False)
-    FeatureStore(tmp_path / "features.npz").serve(model, config)
-    model.features.features([(records, torch.arange(0, len(records), 3))], Body({}, {}), keep=False)
-    torch.testing.assert_close(model.features.features(drawn, Body({}, {}), keep=False), expected)
+    bench = bench_with_kept_features(tmp_path, train="head")
+    features, records = bench.model.features, bench.test
+    some, drawn = ([(records, torch.arange(0, len(records), step))] for step in (3, 1))
+    features.features(some, Body({}, {}), keep=False)
+    found = features.features(drawn, Body({}, {}), keep=False)
+    forget()
+    expected = workbench(bench.config).model.features.features(drawn, Body({}, {}), keep=False)
+    torch.testing.assert_close(found, expected)
 
 
 def test_features_of_encoders_of_other_widths_are_kept_beside_each_other(tmp_path):
