@@ -313,10 +313,7 @@ def test_threshold_falls_with_the_square_root_of_the_round():
 @settings(deadline=None)
 def test_signs_survive_packing_exactly(seed):
     generator = torch.Generator().manual_seed(seed)
-    update = {
-        "b": torch.randn(3, 4, generator=generator),
-        "a": torch.randint(-1, 2, (7,), generator=generator).float(),
-    }
+    update = {"b": torch.randn(3, 4, generator=generator), "a": torch.randint(-1, 2, (7,), generator=generator).float()}
     packed = pack_signs(update)
     assert packed.numel() == 4  # 19 signs, five to a byte
     unpacked = unpack_signs(packed, update)

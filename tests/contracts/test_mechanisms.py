@@ -244,21 +244,21 @@ def test_invalid_parameters_are_refused_by_name_and_canonical_ones_are_kept(name
 
 def test_the_properties_of_a_mechanism_are_those_of_its_event(name):
     event = event_of(name)
+    assert from_json(to_json(event.with_count(3))) == event_of(name, count=3)
     assert MECHANISMS[name].caveat(EXAMPLES[name].parameters) == event.caveat
     assert MECHANISMS[name].noise_adds_up == event.noise_adds_up
     depends = epsilon(event_of(name, dimension=50)) != epsilon(event_of(name, dimension=5000))
     assert MECHANISMS[name].cost_depends_on_dimension == depends
+    assert (event.pld(1e-2) is not None) == event.has_pld
+    answer = epsilon_of([event], DELTA)
+    assert event.has_pld or answer.accountant == "rdp"
+    assert answer.upper_bound_only == (answer.accountant == "rdp")
     if name == "lmo":
         (event,) = MECHANISMS[name].planned_events(replace(request_for(name, 50), parameters=PUBLISHED))
         assert event.caveat == MECHANISMS[name].caveat(PUBLISHED) != "", "unproven accounting is one of both"
 
 
 # --- the contract between the event of a mechanism and the accountants ---
-
-
-def test_the_event_survives_a_json_round_trip(name):
-    event = event_of(name, count=3)
-    assert from_json(to_json(event)) == event
 
 
 def test_renyi_curves_grow_linearly_with_the_count_and_are_the_same_for_many_at_once(name):
@@ -271,39 +271,27 @@ def test_renyi_curves_grow_linearly_with_the_count_and_are_the_same_for_many_at_
     np.testing.assert_array_equal(many, np.stack([curve, event.with_count(2).rdp(ORDERS), curve]))
 
 
-def test_a_privacy_loss_distribution_exists_exactly_if_the_event_says_so(name):
-    event = event_of(name)
-    assert (event.pld(1e-2) is not None) == event.has_pld
-    answer = epsilon_of([event], DELTA)
-    assert event.has_pld or answer.accountant == "rdp"
-    assert answer.upper_bound_only == (answer.accountant == "rdp")
-
-
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_more_noise_fewer_releases_and_less_sampling_never_cost_more(name, accountant):
     scale = EXAMPLES[name].noise_multiplier
-    costs = [
-        epsilon(event_of(name, noise_multiplier=z * scale, count=4), accountant=accountant) for z in (1.0, 2.0, 4.0)
-    ]
-    assert costs == sorted(costs, reverse=True)
-    base = event_of(name, noise_multiplier=2 * scale)
-    by_count = [epsilon(base.with_count(count), accountant=accountant) for count in (1, 4, 16)]
-    assert by_count == sorted(by_count)
-    by_sampling = [
-        epsilon(event_of(name, noise_multiplier=2 * scale, sampling_probabilities=(q,)), accountant=accountant)
-        for q in (0.0, 0.1, 1.0)
-    ]
-    assert by_sampling == sorted(by_sampling)
+
+    def cost(noise_multiplier=2.0, count=1, probability=0.25):
+        changes = {"noise_multiplier": noise_multiplier * scale, "sampling_probabilities": (probability,)}
+        return epsilon(event_of(name, count=count, **changes), accountant=accountant)
+
+    by_noise = [cost(z, count=4) for z in (4.0, 2.0, 1.0)]
+    by_count = [cost(count=count) for count in (1, 4, 16)]
+    by_sampling = [cost(probability=q) for q in (0.0, 0.1, 1.0)]
+    assert [sorted(costs) for costs in (by_noise, by_count, by_sampling)] == [by_noise, by_count, by_sampling]
     assert by_sampling[0] == 0
 
 
 def test_scaling_the_noise_costs_the_same_as_scaling_the_noise_multiplier(name):
     event, doubled = event_of(name), event_of(name, noise_multiplier=3.0)
-    assert epsilon(event.with_noise(2.0)) == pytest.approx(epsilon(doubled), rel=1e-6)
-    assert event.with_noise(2.0).effective_noise_multiplier == pytest.approx(
-        doubled.effective_noise_multiplier, rel=1e-6
-    )
-    assert doubled.effective_noise_multiplier == pytest.approx(2 * event.effective_noise_multiplier, rel=0.2)
+    scaled, expected = event.with_noise(2.0), doubled.effective_noise_multiplier
+    assert epsilon(scaled) == pytest.approx(epsilon(doubled), rel=1e-6)
+    assert scaled.effective_noise_multiplier == pytest.approx(expected, rel=1e-6)
+    assert expected == pytest.approx(2 * event.effective_noise_multiplier, rel=0.2)
     assert Release(event=event, rho_bar=0.5).seen_by("rho") == event.with_noise(0.5)
     assert Release(event=event, rho_bar=0.5).seen_by("local") == event
 
@@ -324,6 +312,14 @@ def values_of(small_run, name, **changes):
     return {**small_run, "mechanism": name, **noise, "rounds": 1, **changes}
 
 
+# Every day tests/privacy/accounting/test_calibration.py calibrates LMO noise, and tests/server/test_lmo_run.py has runs
+# with it: their ledger, and their noise for a target.
+without_lmo_every_day = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "lmo" else []) for name in EXAMPLES], indirect=True
+)
+
+
+@without_lmo_every_day
 def test_a_run_charges_the_planned_event_to_every_ledger(small_run, tmp_path, name):
     out = tmp_path / "run"
     config = parse(values_of(small_run, name, out=str(out)))
@@ -339,11 +335,7 @@ def test_a_run_charges_the_planned_event_to_every_ledger(small_run, tmp_path, na
             assert reported["epsilon_local"] == pytest.approx(epsilon_of(events, reported["delta"]).epsilon)
 
 
-# Every day tests/privacy/accounting/test_calibration.py calibrates LMO noise, and
-# tests/server/test_lmo_run.py that of a run.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "lmo" else []) for name in EXAMPLES], indirect=True
-)
+@without_lmo_every_day
 def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
     config = parse(values_of(small_run, name, target_epsilon=3.0, noise_multiplier=BY_RECIPE, rounds=2))
     initial = workbench(parse(small_run)).initial

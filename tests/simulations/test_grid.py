@@ -47,16 +47,13 @@ def train_message(config, node_id, adapter=None, **changes):
     return asked(TRAIN, node_id, fields=fields, arrays={kinds.ADAPTER: adapter}, round_=1)
 
 
-def test_no_message_gives_no_reply(grid):
-    assert list(grid.send_and_receive([])) == []
-
-
 def test_every_message_gets_its_own_nodes_reply(grid, config):
-    replies = list(grid.send_and_receive([train_message(config, node) for node in (12, 10)]))
-    assert [reply.metadata.src_node_id for reply in replies] == [12, 10]
-    assert all(reply.has_content() for reply in replies)
-    assert all(reply.metadata.reply_to_message_id for reply in replies)
-    assert replies[0].metadata.reply_to_message_id != replies[1].metadata.reply_to_message_id
+    assert list(grid.send_and_receive([])) == []
+    one, other = grid.send_and_receive([train_message(config, node) for node in (12, 10)])
+    assert (one.metadata.src_node_id, other.metadata.src_node_id) == (12, 10)
+    assert one.has_content()
+    assert other.has_content()
+    assert one.metadata.reply_to_message_id != other.metadata.reply_to_message_id != ""
 
 
 def test_messages_that_are_answered_in_turns_all_get_their_replies(grid, config, monkeypatch):
@@ -76,18 +73,6 @@ def test_messages_that_are_answered_in_turns_all_get_their_replies(grid, config,
     assert sizes == [2, 1]
 
 
-def test_a_simulated_node_keeps_nothing_in_its_context(grid, config):
-    list(grid.send_and_receive([train_message(config, 10)]))
-    assert not grid._contexts[10].state
-
-
-def test_messages_are_copied(grid, config):
-    message = train_message(config, 10)
-    before = bytes(request_in(message).frame)
-    grid.send_and_receive([message])
-    assert request_in(message).frame == before
-
-
 def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
     secret = "SECRET RECORD"
     adapters = {10: None, 11: {secret: torch.zeros(2)}, 12: None}
@@ -103,24 +88,26 @@ def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):
     [{"noise_multiplier": float("nan")}, {"clip_norm": float("inf")}, {"batch_size": 10_000}, {"clipping": "no"}],
 )
 def test_the_guard_refuses_what_does_not_protect(grid, config, change):
-    (reply,) = grid.send_and_receive([train_message(config, 10, **change)])
-    assert reply.error.code == REFUSED
-    assert next(iter(change)) in reply.error.reason
-
-
-def test_a_malformed_instruction_is_an_error_reply(grid, config):
-    (reply,) = grid.send_and_receive([train_message(config, 10, surprise=1)])
-    assert reply.has_error()
+    refused, malformed = grid.send_and_receive(
+        [train_message(config, 10, **change), train_message(config, 11, surprise=1)]
+    )
+    assert refused.error.code == REFUSED
+    assert next(iter(change)) in refused.error.reason
+    assert malformed.has_error()
 
 
 def test_a_reply_holds_the_adapter_and_its_event_and_nothing_else(grid, config):
     """N_k is registered, and whether a client stays silent follows from its noised update."""
-    (reply,) = grid.send_and_receive([train_message(config, 10)])
+    message = train_message(config, 10)
+    before = bytes(request_in(message).frame)
+    (reply,) = grid.send_and_receive([message])
     response = response_in(reply)
     assert set(reply.content) == {"frame-0"}
     assert set(response.fields) == {"round", "event", "num_records", "silent"}
     assert response.arrays.keys() == {kinds.ADAPTER}
     assert response.arrays[kinds.ADAPTER].keys() == set(workbench(config).initial)
+    assert request_in(message).frame == before, "the node has a copy"
+    assert not grid._contexts[10].state, "a simulated node keeps nothing"
 
 
 def test_flowers_own_fedavg_drives_the_grid_unchanged():
@@ -129,10 +116,7 @@ def test_flowers_own_fedavg_drives_the_grid_unchanged():
 
     def client(message: Message, context: Context) -> Message:
         arrays = [array + context.node_id for array in message.content["arrays"].to_numpy_ndarrays()]
-        content = {
-            "arrays": ArrayRecord(arrays),
-            "metrics": MetricRecord({"num-examples": context.node_id}),
-        }
+        content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": context.node_id})}
         return Message(RecordDict(content), reply_to=message)
 
     class EvaluateOnly(LocalGrid):

@@ -212,10 +212,7 @@ def test_the_column_of_clients_is_found_by_its_values(tmp_path):
     [
         ({}, "no column seems to say who holds a record"),
         ({"Sex": SEXES, "Alter": AGES}, "no column seems to say who holds a record"),
-        (
-            {"Ort": CITIES, "Stadt": CITIES[:4]},
-            "'Ort' (5 values), 'Stadt' (4 values) could say who holds a record",
-        ),
+        ({"Ort": CITIES, "Stadt": CITIES[:4]}, "'Ort' (5 values), 'Stadt' (4 values) could say who holds a record"),
     ],
 )
 def test_without_a_terminal_no_partition_is_guessed(tmp_path, more, message):

@@ -205,8 +205,7 @@ def test_silent_clients_send_a_tiny_message_and_pay_all_the_same(small_run, tmp_
 
 
 @pytest.mark.parametrize(
-    ("rule", "frozen"),
-    [("fedavg", ()), pytest.param("bitfit", (".ln_tuning_layers.weight",), marks=pytest.mark.slow)],
+    ("rule", "frozen"), [("fedavg", ()), pytest.param("bitfit", (".ln_tuning_layers.weight",), marks=pytest.mark.slow)]
 )
 def test_weights_and_biases_of_one_round_are_the_uploads_average_and_charged_as_adapters_are(
     small_run, tmp_path, rule, frozen

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.errors import InputError
-from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.store import Store
 from simulations.benchmarks._store_registry import (
     StoreRegistry,
@@ -20,6 +19,7 @@ from simulations.benchmarks._store_registry import (
     _Wanted,
     memory_for_models,
 )
+from tests.simulations.workloads import add
 
 SIZE = 64
 NUM_MODELS = 4
@@ -44,8 +44,7 @@ def variant(number: int) -> dict[str, np.ndarray]:
 def store(tmp_path):
     with Store(tmp_path / "store") as opened:
         for number in range(NUM_MODELS):
-            layout = layout_of(variant(number), SIZE)
-            opened.add(f"v{number}", layout, *layout.to_blocks(variant(number)))
+            add(opened, f"v{number}", variant(number))
         yield opened
 
 
@@ -133,8 +132,7 @@ def test_models_that_are_served_keep_their_memory(store, one_model):
 
 def test_models_of_two_architectures_share_one_memory(store, one_model):
     small = {"w": np.ones(SIZE, "f4")}
-    layout = layout_of(small, SIZE)
-    store.add("small", layout, *layout.to_blocks(small))
+    add(store, "small", small)
     registry = StoreRegistry(store, one_model)
     for _ in range(2):
         assert is_variant(registry.get("v1"), 1)
@@ -150,9 +148,8 @@ def test_numbers_outlive_removal_and_compaction(store, one_model):
     assert is_variant(registry.get("v3"), 3)
     with pytest.raises(InputError, match="'v0': not in"):
         registry.get("v0")
-    layout = layout_of(variant(7), SIZE)
     store.remove("v3")
-    store.add("v3", layout, *layout.to_blocks(variant(7)))
+    add(store, "v3", variant(7))
     assert is_variant(registry.get("v3"), 7)
 
 
@@ -172,8 +169,7 @@ def test_tied_tensors_may_be_stored_once(tmp_path):
     built[1].weight = built[0].weight
     tensors = {"0.weight": np.full((8, 8), 3, "f4")}
     with Store(tmp_path / "tied") as store:
-        layout = layout_of(tensors, 16)
-        store.add("m", layout, *layout.to_blocks(tensors))
+        add(store, "m", tensors, 16)
         StoreRegistry(store, 10**6).load_into(built, "m")
     assert built[1].weight.eq(3).all()
 
@@ -223,8 +219,7 @@ def test_tensors_in_common_are_in_memory_once_and_loaded_anew_for_all_if_one_mod
 def test_equal_tensors_of_one_model_have_memory_of_their_own(tmp_path):
     tensors = {"one": np.ones(SIZE, "f4"), "two": np.ones(SIZE, "f4"), "three": np.ones(3, "f4")}
     with Store(tmp_path / "equal") as store:
-        layout = layout_of(tensors, SIZE)
-        store.add("m", layout, *layout.to_blocks(tensors))
+        add(store, "m", tensors)
         loaded = StoreRegistry(store, 10**6).get("m")
     assert len({tensor.data_ptr() for tensor in loaded.values()}) == 3
 
@@ -245,8 +240,7 @@ def test_memory_left_for_the_files_is_what_they_take(tmp_path):
     with Store(tmp_path / "scattered") as store:
         for number in range(6):
             base[number] += 1
-            layout = layout_of({"w": base}, 1024)
-            store.add(f"v{number}", layout, *layout.to_blocks({"w": base}))
+            add(store, f"v{number}", {"w": base}, 1024)
         assert memory_for_models(store, 3 * base.nbytes) == 3 * base.nbytes - store.bytes_stored
         assert memory_for_models(store, store.bytes_stored) == base.nbytes
         assert memory_for_models(store, store.bytes_stored - 1) == store.bytes_stored - 1

@@ -218,10 +218,7 @@ def test_the_sum_composes_a_clients_releases_over_all_runs_and_attempts(write, b
 
 @pytest.mark.parametrize(
     "runs",
-    [
-        [{"num_clients": 2}, {"num_clients": 4}],
-        *slow([{"evaluation_noise_multiplier": 4.0}, {"simulate": True}]),
-    ],
+    [[{"num_clients": 2}, {"num_clients": 4}], *slow([{"evaluation_noise_multiplier": 4.0}, {"simulate": True}])],
 )
 def test_groups_that_share_records_out_differently_add_up(write, base, tmp_path, runs):
     path, out = write(**{**base, "client_column": "", "partition": "iid"}, runs=runs), tmp_path / "out"
