@@ -1,4 +1,4 @@
-"""Runs that are killed at random instants and resumed until they are done; `test_resume.py` starts it.
+"""Runs that are killed at random instants and resumed until they are done; `test_resume.py` starts them.
 
 Each kind of run is held against one that nobody killed, and its ledgers against what was sent. Most of a run's time is
 computing, so instants that are even over time would hardly ever fall into a charge or a checkpoint: a kill aims at a
@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,9 +26,10 @@ from safetensors.torch import load_file
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.holder.vault import _charging
+from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger.entries import CHARGED, RELEASED, Entry
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.privacy.ledger.reader import reading
+from fedpriv.privacy.ledger.reader import path_of, reading
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
 from fedpriv.runs._writer import RunWriter
@@ -40,7 +40,6 @@ from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.grid import LocalGrid
 from tests.integration.killed_run import tapped
-from tests.pages import without_plots
 
 WHOLE_RUN = "the whole run"
 # What a run spends its time with; storing is a node's, where it keeps a ledger.
@@ -163,10 +162,16 @@ def table(folder: Path, name: str) -> pd.DataFrame:
     return pd.read_csv(folder / "run" / name).drop(columns="seconds")
 
 
+def node_ledgers(config: RunConfig) -> dict[str, Path]:
+    """The ledger of each client by its number, where nodes keep one of their own."""
+    accounts = workbench(config).accounts if config.ledger else []
+    return {str(client): path_of(Path(config.ledger), account) for client, account in enumerate(accounts)}
+
+
 def ledgers_of(config: RunConfig, folder: Path) -> list[Path]:
     """The server's, and those of the nodes."""
     server = Path(config.ledger) if config.ledger else folder / "run" / "ledger.sqlite"
-    return [path for path in (server, *sorted(Path(f"{server}.nodes").glob("*.sqlite"))) if path.exists()]
+    return [path for path in (server, *node_ledgers(config).values()) if path.exists()]
 
 
 def opened(path: Path) -> list[Entry]:
@@ -198,13 +203,13 @@ class Witness:
         if not kept and not self._config.ledger:
             self._digests, self.sent = {}, []  # its folder, with the ledger in it, is given up for a new run
             return
+        owners = {path: client for client, path in node_ledgers(self._config).items()}
         for path in ledgers_of(self._config, self._folder):
             written = opened(path)
             before, now = self._digests.get(path, []), [entry.digest for entry in written]
             assert now[: len(before)] == before, f"{path}: an entry is lost"
             self._digests[path] = now
-            of_node = path.parent.suffix == ".nodes"
-            for client in {path.stem} if of_node else {str(line[0]) for line in self.sent}:
+            for client in {owners[path]} if path in owners else {str(line[0]) for line in self.sent}:
                 charged = Counter(e.round for e in written if e.phase == CHARGED and e.client == client)
                 releases = {(line[1], line[2]) for line in self.sent if str(line[0]) == client}
                 assert Counter(round_ for round_, _ in releases) <= charged, f"{path}: a release was not charged"
@@ -224,15 +229,14 @@ def check(config: RunConfig, folder: Path, reference: Path, lines: list[list]) -
         assert len(charged) == len(released) == whole, "a charge for bytes that were paid for"
     else:
         assert len(charged) >= whole
-    if config.ledger:
-        for client in range(3):
-            paid, stored = charged_and_released(Path(f"{config.ledger}.nodes") / f"{client}.sqlite")
-            assert len(paid) == len(stored) == config.rounds
-            replies = {(round_, reply) for _, round_, reply in stored}
-            # What a silent client stored is in no sum, so the server's ledger has no digest of it.
-            summed = {(each[1], each[2]) for each in released if each[0] == str(client) and each[2]}
-            assert summed <= replies if config.aggregation == "cmfl" else summed == replies
-            assert replies == {(each[1], each[2]) for each in sent if each[0] == str(client)}
+    for client, path in node_ledgers(config).items():
+        paid, stored = charged_and_released(path)
+        assert len(paid) == len(stored) == config.rounds
+        replies = {(round_, reply) for _, round_, reply in stored}
+        # What a silent client stored is in no sum, so the server's ledger has no digest of it.
+        summed = {(each[1], each[2]) for each in released if each[0] == client and each[2]}
+        assert summed <= replies if config.aggregation == "cmfl" else summed == replies
+        assert replies == {(each[1], each[2]) for each in sent if each[0] == client}
     if config.simulate:
         for name in ("rounds.csv", "clients.csv"):
             pd.testing.assert_frame_equal(table(folder, name), table(reference, name), check_exact=True)
@@ -279,9 +283,9 @@ class Hunt:
             self._missed[aim.phase] += 1
 
 
-def one_kind(config: RunConfig, place: Path, kills: int) -> dict[str, Any]:
-    """Runs of one configuration until so many kills hit, and every phase at least once."""
-    place.mkdir()
+def resumed(config: RunConfig, place: Path, kills: int) -> dict[str, int]:
+    """{phase: kills that hit it}, of runs of one configuration until so many hit, and every phase at least once."""
+    random.seed(0)
     # Children find loaded what a run needs, and in this process's caches what its rounds cost.
     federation.run(parse({**vars(config), "ledger": "", "out": str(place / "first")}), LogObserver())
 
@@ -310,20 +314,4 @@ def one_kind(config: RunConfig, place: Path, kills: int) -> dict[str, Any]:
                 hunt.hit(aim, life.phase)
         check(configured, folder, reference, witness.sent)
         finished += 1
-    return {"kills": sum(hunt.hits.values()), "runs": finished, "attempts": attempts, "phases": hunt.hits}
-
-
-def main() -> None:
-    """Arguments: folder, configurations by kind as JSON, kills of each kind, seed. Prints one JSON line."""
-    folder, kinds, kills = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
-    random.seed(int(sys.argv[4]))
-    torch.set_num_threads(1)
-    result = {}
-    with without_plots():
-        for kind, values in kinds.items():
-            result[kind] = one_kind(parse(values), folder / kind, kills)
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    return hunt.hits

@@ -1,16 +1,13 @@
 """Killed at random instants and resumed, a run ends as if nobody had killed it, and every release is paid for."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from fedpriv.config import parse
+from tests.integration.resumed_run import resumed
 from tests.tiny import with_persons
 
-ROOT = Path(__file__).resolve().parents[2]
 IN_PROCESS = {"engine": "in-process"}
 SECURE = IN_PROCESS | {"simulate": False, "public_data": True, "comparison": False}
 LEDGERS = {"ledger": "yes", "budget_epsilon": [40.0]}
@@ -40,15 +37,10 @@ ALWAYS |= {"the whole run"}
 
 def kill_and_resume(values: dict[str, object], folder: Path, kills: int) -> None:
     """Runs of one configuration, until so many kills hit at least, every phase among them."""
-    script = str(Path(__file__).with_name("resumed_run.py"))
-    command = [sys.executable, script, str(folder), json.dumps({"kind": values}), str(kills), "0"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])["kind"]
-    assert result["kills"] >= kills
-    assert {*result["phases"]} == ALWAYS | ({"storing the reply"} if values.get("ledger") else set())
-    assert min(result["phases"].values()) >= 1, result
+    hits = resumed(parse(values), folder, kills)
+    assert sum(hits.values()) >= kills
+    assert hits.keys() == ALWAYS | ({"storing the reply"} if values.get("ledger") else set())
+    assert min(hits.values()) >= 1, hits
 
 
 @pytest.mark.slow
