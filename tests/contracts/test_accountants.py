@@ -15,6 +15,7 @@ from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of,
 from fedpriv.privacy.accounting.calibration import noise_multiplier_for
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.trade_off import gaussian_epsilon
+from tests.marks import slow
 
 DELTA = 1e-5
 QUIET = pytest.mark.usefixtures("quiet_absl")
@@ -58,10 +59,12 @@ def test_epsilon_has_the_reference_values(accountant, q, z, steps, expected):
         [event()],
         [event(count=50)],
         [event(0.16, 1.88, 30)],
-        [event(0.3, 0.7, 5), event(0.01, 2.0, 200)],
         [event(0.3, 3.0, 4), event(0.3, 5.0, 2)],
         [event(1.0, 3.0, 4)],
-        pytest.param([event(0.5, 5.0, 10), event(0.5, 4.0, 10), event(0.05, 1.0, 10)], marks=pytest.mark.slow),
+        *slow(
+            [event(0.3, 0.7, 5), event(0.01, 2.0, 200)],
+            [event(0.5, 5.0, 10), event(0.5, 4.0, 10), event(0.05, 1.0, 10)],
+        ),
     ],
 )
 def test_agrees_with_dp_accounting_called_directly(accountant, events):
@@ -208,7 +211,7 @@ def settings(num, *, seed, z, counts):
 
 # The direct call of pld is very slow for a plain Gaussian with little noise, so z is not small there.
 @QUIET
-@pytest.mark.parametrize("num", [5, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [5, *slow(200)])
 @pytest.mark.parametrize(
     ("accountant", "seed", "z", "counts"), [("rdp", 0, (0.4, 20), (1, 5000)), ("pld", 1, (2.0, 20), (1, 60))]
 )

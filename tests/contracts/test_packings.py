@@ -8,12 +8,13 @@ from fedpriv.config import parse
 from fedpriv.holder.wire import frame
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.marks import slow
 
 ROUNDS, CLIENTS = 2, 3
 
 
-@pytest.mark.parametrize("changes", [{}, {"upload_codec": "int8"}], ids=["float32", "int8"])
-def test_an_adapter_is_packed_and_unpacked_once_each_way(small_run, tmp_path, monkeypatch, changes):
+@pytest.mark.parametrize("codec", ["int8", *slow("float32")])
+def test_an_adapter_is_packed_and_unpacked_once_each_way(small_run, tmp_path, monkeypatch, codec):
     """The server packs one request for all clients of a round, read once by the vaults of a simulation."""
     counts: Counter[str] = Counter()
 
@@ -26,6 +27,6 @@ def test_an_adapter_is_packed_and_unpacked_once_each_way(small_run, tmp_path, mo
 
     for name in ("packed_arrays", "unpacked_arrays"):
         monkeypatch.setattr(frame, name, counted(name, getattr(frame, name)))
-    config = parse({**small_run, **changes, "rounds": ROUNDS, "out": str(tmp_path / "run")})
-    federation.run(config, LogObserver())
+    values = {"upload_codec": codec, "rounds": ROUNDS, "out": str(tmp_path / "run")}
+    federation.run(parse(small_run | values), LogObserver())
     assert counts == {"packed_arrays": ROUNDS * (1 + CLIENTS), "unpacked_arrays": ROUNDS * (1 + CLIENTS)}

@@ -34,24 +34,22 @@ def swept(one_round, tmp_path_factory) -> FinishedSweep:
     return sweep(**one_round, grid={"rank": np.array([2, 4])}, out=out, max_parallel=1, progress=False)
 
 
-def test_keywords_give_the_run_that_a_file_of_the_same_keys_gives(finished, small_run, tmp_path):
+def test_keywords_give_the_run_that_a_file_of_the_same_keys_gives_and_progress_is_shown_or_nothing_is(
+    finished, small_run, one_round, tmp_path, capfd
+):
     path = tmp_path / "run.toml"
     path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in small_run.items()))
     again = run(path, out=tmp_path / "again", progress=False)
+    assert capfd.readouterr() == ("", "")
     same = [name for name in finished.rounds if name != "seconds"]
     assert again.rounds[same].equals(finished.rounds[same])
     assert again.config.digest == finished.config.digest
+    run(**one_round, out=tmp_path / "loud")
+    assert "round 1" in capfd.readouterr().out
 
 
 def toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def test_progress_is_shown_or_nothing_is(one_round, tmp_path, capfd):
-    run(**one_round, out=tmp_path / "loud")
-    assert "round 1" in capfd.readouterr().out
-    run(**one_round, out=tmp_path / "quiet", progress=False)
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

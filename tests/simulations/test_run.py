@@ -233,7 +233,7 @@ def test_a_target_is_met_and_not_wasted(small_run, tmp_path, target, least, most
     assert clients(folder).noise_multiplier.eq(resolved.noise_multiplier).all()
 
 
-@pytest.mark.parametrize("engine", ["stacked", "in-process"])
+@pytest.mark.parametrize("engine", ["stacked", *slow("in-process")])
 def test_a_run_whose_first_round_is_noise_alone_says_so_and_stops(engine, small_run, tiny_bert, tmp_path):
     """All texts are of a word that the model has no embedding for; with one other word in one record all is well."""
     model = with_words(tiny_bert, tmp_path / "model", jane=9999)

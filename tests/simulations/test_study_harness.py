@@ -154,7 +154,7 @@ WRITE = {
     "secure_aggregation": lambda page, runs: secure_aggregation.write(page, runs, page.with_suffix(".png")),
     "utility": utility.write,
 }
-LONG = ("secure_aggregation",)
+LONG = ("integral", "secure_aggregation")
 
 
 def test_every_page_of_results_has_its_lines():
