@@ -28,13 +28,12 @@ from simulations.benchmarks._dedup_process import StoreArm, check_loads, digest,
 from simulations.benchmarks._plain_files import MappedFiles, PlainFiles
 from simulations.benchmarks._store_registry import StoreRegistry, targets_in
 from simulations.benchmarks.dedup_loading import ARMS, LoadingReport, bench, restore_all
-from tests.simulations.workloads import LARGE, Greedy, Reading, Workload, add, network
+from tests.simulations.test_store_registry import add
+from tests.simulations.workloads import LARGE, Greedy, Reading, Workload, network
 
 SIZE = 64
 NUM_VARIANTS = 6
 NUM_QUERIES = 40
-# The other arms are in the long series below; their files are read in this process every day.
-EVERY_DAY = ("store", "straight")
 
 
 def variant(number: int) -> dict[str, np.ndarray]:
@@ -86,10 +85,10 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def measured(made) -> LoadingReport:
-    """What arms take, cold and warm, in a process of its own each, which loads torch anew, and with a workload."""
+    """What every arm takes, cold and warm, in a process of its own and with a workload."""
     files = files_in(made / "files")
     workloads = dict.fromkeys(files, Workload())
-    return bench(made / "store", files, num_queries=NUM_QUERIES, workloads=workloads, arms=EVERY_DAY)
+    return bench(made / "store", files, num_queries=NUM_QUERIES, workloads=workloads)
 
 
 def size_of(number: int = 0) -> int:
@@ -126,12 +125,12 @@ def small(store: Path, files: dict[str, Path], **options: object) -> LoadingRepo
 
 def test_every_arm_serves_every_query_in_a_process_of_its_own(measured):
     assert measured.failures == {}
-    assert measured.cold.keys() == measured.warm.keys() == measured.limit_bytes.keys() == set(EVERY_DAY)
+    assert measured.cold.keys() == measured.warm.keys() == measured.limit_bytes.keys() == set(ARMS)
     for arm in (*measured.cold.values(), *measured.warm.values()):
         assert arm.load_seconds > 0
         assert arm.infer_seconds > 0
     straight, store = measured.cold["straight"], measured.cold["store"]
-    assert measured.load_ratios("cold")["straight"] == straight.load_seconds / store.load_seconds
+    assert measured.load_ratios("cold")["mmap"] == measured.cold["mmap"].load_seconds / store.load_seconds
     assert straight.misses == lru_misses(queries(), NUM_VARIANTS // 3)
     assert straight.bytes_read == straight.misses * size_of()
     assert 0 < store.bytes_read < straight.bytes_read

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.errors import InputError
+from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.store import Store
 from simulations.benchmarks._store_registry import (
     StoreRegistry,
@@ -19,10 +20,15 @@ from simulations.benchmarks._store_registry import (
     _Wanted,
     memory_for_models,
 )
-from tests.simulations.workloads import add
 
 SIZE = 64
 NUM_MODELS = 4
+
+
+def add(store: Store, name: str, tensors: dict[str, np.ndarray], size: int = SIZE) -> None:
+    """Store a model in blocks of so many values."""
+    layout = layout_of(tensors, size)
+    store.add(name, layout, *layout.to_blocks(tensors))
 
 
 def network(seed: int = 0) -> nn.Module:

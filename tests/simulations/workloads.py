@@ -1,13 +1,9 @@
-"""What the benchmark of loading stores, and its workloads, in a module of their own, which its processes import."""
+"""Workloads for the benchmark of loading, in a module of their own, which the measured processes import."""
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
-
-from fedpriv.models.variants.blocks import layout_of
-from fedpriv.models.variants.store import Store
 
 LARGE = 200 * 2**20
 
@@ -15,12 +11,6 @@ LARGE = 200 * 2**20
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 5)).eval()
-
-
-def add(store: Store, name: str, tensors: dict[str, np.ndarray], size: int = 64) -> None:
-    """Store a model in blocks of so many values."""
-    layout = layout_of(tensors, size)
-    store.add(name, layout, *layout.to_blocks(tensors))
 
 
 class Workload:
