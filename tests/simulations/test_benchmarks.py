@@ -3,7 +3,6 @@
 import importlib
 import json
 import logging
-import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from fedpriv.errors import InputError
 from fedpriv.learning.training.workbench import Workbench
 from simulations.benchmarks import _parts
 from simulations.studies import benchmarks
-from simulations.studies.harness import lines
 from tests.models.serving.running import needs_nginx
 
 FOLDER = Path(__file__).resolve().parents[2] / "simulations" / "benchmarks"
@@ -186,15 +184,6 @@ def test_benchmarks_of_another_machine_than_most_are_named(tmp_path):
     assert f"P, 2 cores, 23 {made} to 2026-11-28. P, 4 cores, 23 {made}: `prefix_cache`. Each line" in text
 
 
-def test_a_table_that_a_benchmark_printed_stands_where_the_page_names_it(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- {name}:begin --><!-- {name}:end -->\n" for name in ("summary", "dp_step")))
-    benchmarks.write_page(page, [line(name, CLAIM) for name in ("dp_step", "engine_cost")])
-    shown = "<!-- dp_step:begin -->\n\n| arm | ms |\n| --- | --- |\n| one | 12 |\n\n<!-- dp_step:end -->"
-    assert shown in page.read_text()
-    assert page.read_text().count("| one | 12 |") == 1
-
-
 @pytest.mark.parametrize(
     ("claim", "shown"),
     [
@@ -207,12 +196,6 @@ def test_a_table_that_a_benchmark_printed_stands_where_the_page_names_it(tmp_pat
 )
 def test_figures_have_their_unit(claim, shown):
     assert benchmarks._figure_and_target(claim) == shown
-
-
-def test_the_page_is_that_of_its_stored_lines(tmp_path):
-    page = Path(shutil.copy(RESULTS / "benchmarks.md", tmp_path))
-    benchmarks.write_page(page, benchmarks.newest(lines(RESULTS / "benchmarks.jsonl")))
-    assert page.read_text() == (RESULTS / "benchmarks.md").read_text()
 
 
 def test_a_benchmark_that_fails_leaves_no_line(tmp_path, monkeypatch):
