@@ -32,7 +32,7 @@ PAGES: Path = (CHECKOUT or _INSTALLED) / "docs"
 """The folder of the documentation's pages, which `fedpriv docs` prints."""
 
 GARBAGE_THRESHOLDS = (50_000, 20, 50)
-"""Of Python's three generations: half a million objects of libraries stay, and looking through them took 1 s a run."""
+"""When Python looks for cycles: seldom, since half a million objects of libraries stay, which took 1 s of a run."""
 
 # {package that a program may lack: the extra that brings it}
 _EXTRAS = {"flwr": "federation", "flwr_datasets": "partition", "ray": "ray"}

@@ -79,6 +79,7 @@ def register_nodes(
     node_keys: Path | None = None,
     may_be_missing: Collection[int] = (),
     secure_aggregation: bool = False,
+    may_come: bool = True,
     goes_on: Callable[[], bool] = lambda: False,
 ) -> Nodes:
     """The nodes that take part, ordered by partition id.
@@ -93,13 +94,14 @@ def register_nodes(
         node_keys: folder with the public key of each node's vault, as PARTITION-ID.pub; None admits every key.
         may_be_missing: partition ids, among those expected, that are not waited for, nor are those that left.
         secure_aggregation: nodes are to sign their parts in sums, so each needs an identity, and one of its own.
+        may_come: whether another node may come where one was refused; in a simulation all are there.
         goes_on: whether nobody is to be waited for any more.
 
     Raises:
         InputError: no node registered, or two nodes claim one partition id.
     """
     may_be_missing = {*may_be_missing, *_left(node_keys)}
-    deadline = time.monotonic() + wait
+    began = time.monotonic()
     nodes: Nodes = {}
     inquiry, answered = Inquiry(), set[int]()
     waiting: dict[int, float] = {}
@@ -114,15 +116,17 @@ def register_nodes(
             answered.add(node_id)
             _add(reply, node_id, nodes, node_keys, secure_aggregation=secure_aggregation)
         are_all = len(nodes.keys() - set(may_be_missing)) >= num_expected - len(may_be_missing)
-        if are_all or time.monotonic() > deadline or goes_on():
+        nobody_left = not may_come and len(answered) >= num_expected
+        if are_all or nobody_left or time.monotonic() > began + wait or goes_on():
             break
         time.sleep(_POLL_SECONDS)
+    waited = time.monotonic() - began
     if not nodes:
         raise InputError(
-            f"{len(answered)} nodes answered within {wait:.0f} s, none of which can take part; the log says why"
+            f"{len(answered)} nodes answered within {waited:.0f} s, none of which can take part; the log says why"
         )
     if not are_all:
-        log.warning("%s of %s nodes registered in %.0f s; the run starts with them", len(nodes), num_expected, wait)
+        log.warning("%s of %s nodes registered in %.0f s; the run starts with them", len(nodes), num_expected, waited)
     return dict(sorted(nodes.items()))
 
 
