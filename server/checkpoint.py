@@ -85,7 +85,8 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
     _remove(run_folder, temporary)
     temporary.mkdir(parents=True, exist_ok=True)
     bases = _Bases(checkpoint)
-    tensors = safetensors.torch.save({name: t.contiguous().clone() for name, t in _tensors(checkpoint, bases)})
+    named = {name: tensor.contiguous().clone() for name, tensor in _tensors(checkpoint, bases)}
+    tensors = safetensors.torch.save(named)
     registrations = _text_of(checkpoint.registrations)
     state = {
         "version": VERSION,
@@ -99,6 +100,8 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
         "uploads": {str(client): bases.index(base) for client, (_, base) in checkpoint.uploads.items()},
         "moments": list(checkpoint.model.optimizer_state),
         "packages": _packages(),
+        # Their file has them in another order. Sums of floats and digests of requests depend on it.
+        "names": list(named),
         "tensors": hashlib.sha256(tensors).hexdigest(),
     }
     text = json.dumps(state, indent=2).encode()
@@ -186,7 +189,8 @@ def _read(path: Path, initial: Adapter) -> Checkpoint:
         columns = json.loads(contents[_REGISTRATIONS])
         rows = zip(*columns.values(), strict=True)
         registrations = tuple(Registration(**dict(zip(columns, row, strict=True))) for row in rows)
-        return _from(state, registrations, safetensors.torch.load(contents[_TENSORS]), initial)
+        tensors = safetensors.torch.load(contents[_TENSORS])
+        return _from(state, registrations, {name: tensors[name] for name in state["names"]}, initial)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise _DamagedError(f"checkpoint {path}: damaged: {error}") from None
 
@@ -206,7 +210,6 @@ def _from(
 ) -> Checkpoint:
     model = GlobalModel(
         initial=initial,
-        # In the order of the initial tensors, so that sums over tensors are the same to the bit.
         adapter={name: tensors[f"adapter/{name}"] for name in initial},
         merged=merged_from_tensors(_under("base 0", tensors)),
         optimizer_state={moment: _under(f"moment {moment}", tensors) for moment in state["moments"]},
