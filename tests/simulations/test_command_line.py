@@ -101,7 +101,7 @@ def test_keys_their_values_engines_and_recipes_are_completed():
         ("-m simulations ru", "run"),
         ("-m simulations run --recipe d", "dp-lora-paper"),
         ("-m simulations run -c rounds=3 -c engine=st", "stacked"),
-        ("-m simulations run -c target_e", "target_epsilon="),
+        ("-m simulations run -c target_r", "target_risk="),
         ("-m simulations run simulations/conf", ""),
         ("script.py ", ""),
     ],
