@@ -247,7 +247,7 @@ def _nodes(grid: Grid, config: RunConfig, bench: Workbench, resumed: Checkpoint 
         node_keys=node_keys,
         may_be_missing=checkpoint.may_be_missing(resumed, config.min_clients, node_keys) if resumed else (),
         secure_aggregation=config.secure_aggregation,
-        may_come=config.data == ON_NODES,
+        may_come=config.engine == "flower",
         goes_on=grid.goes_on if isinstance(grid, MixedGrid) else lambda: False,
     )
     return checkpoint.first_registrations(nodes, resumed, config.min_clients) if resumed else nodes

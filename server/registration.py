@@ -94,7 +94,7 @@ def register_nodes(
         node_keys: folder with the public key of each node's vault, as PARTITION-ID.pub; None admits every key.
         may_be_missing: partition ids, among those expected, that are not waited for, nor are those that left.
         secure_aggregation: nodes are to sign their parts in sums, so each needs an identity, and one of its own.
-        may_come: whether another node may come where one was refused; in a simulation all are there.
+        may_come: whether other nodes may come; those of every engine but Flower's are all there from the start.
         goes_on: whether nobody is to be waited for any more.
 
     Raises:

@@ -3,16 +3,19 @@
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from flwr.app import Error, Message, RecordDict
 
+from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.holder.sums import Participant
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import REGISTER
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
+from server import app
 from server.exchange import set_message_id
 from server.registration import read_registration, register_nodes
 from tests.server.parts import signed
@@ -157,6 +160,13 @@ def test_late_nodes_are_asked_and_refused_ones_do_not_count():
     nodes = Nodes([Error(100, "refused"), replace(NODE, client=1), NODE])
     registered = register_nodes(nodes, num_expected=2, wait=30)
     assert [(client, node_id) for client, (node_id, _) in registered.items()] == [(0, 12), (1, 11)]
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("flower", [0, 1]), ("stacked", [0])])
+def test_a_stranger_who_is_refused_takes_nobodys_place_where_nodes_may_still_come(small_run, engine, expected):
+    nodes = Nodes([Error(100, "refused"), NODE, replace(NODE, client=1)])
+    config = parse(small_run | {"engine": engine, "registration_seconds": 30})
+    assert list(app._nodes(nodes, config, SimpleNamespace(num_clients=2), None)) == expected
 
 
 def test_after_the_wait_or_where_none_can_come_the_run_goes_on_with_those_that_are_there(caplog):
