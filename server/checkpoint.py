@@ -100,8 +100,7 @@ def write(run_folder: Path, checkpoint: Checkpoint) -> None:
         "uploads": {str(client): bases.index(base) for client, (_, base) in checkpoint.uploads.items()},
         "moments": list(checkpoint.model.optimizer_state),
         "packages": _packages(),
-        # Their file has them in another order. Sums of floats and digests of requests depend on it.
-        "names": list(named),
+        "names": list(named),  # their file has another order; sums of floats and digests of requests depend on it
         "tensors": hashlib.sha256(tensors).hexdigest(),
     }
     text = json.dumps(state, indent=2).encode()
