@@ -314,6 +314,5 @@ def test_every_message_is_charged_once_before_it_is_sent_and_settled_once_and_so
 
 
 def test_memory_does_not_grow_with_the_rounds(done: Done) -> None:
-    """The replies of the third round and of those after it, 200 kB of each client, would take twice as much or more."""
-    growth = done.resident[done.num_rounds] - done.resident[2]
-    assert growth < 0.5 * 200e3 * done.num_clients * (done.num_rounds - 2), done.resident
+    """Keeping the replies of one more round, 200 kB of each client, would show."""
+    assert done.resident[done.num_rounds] - done.resident[2] < 0.75 * 200e3 * done.num_clients, done.resident

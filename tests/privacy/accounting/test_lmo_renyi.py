@@ -19,6 +19,8 @@ from fedpriv.privacy.accounting.events import SubsampledGaussian, SubsampledLmo,
 from fedpriv.privacy.accounting.lmo_distribution import Columns
 from fedpriv.privacy.accounting.lmo_parameters import ExponentialPart, GammaPart, LmoParameters, UniformPart
 from fedpriv.privacy.accounting.lmo_renyi import check_domain, largest_loss, poisson_sampled, published, sound
+from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.ledger.accounts import Accounts
 from tests.marks import slow
 from tests.privacy.accounting.lmo_oracle import (
     best_split,
@@ -468,6 +470,15 @@ def test_a_scalar_is_charged_theorem_a_2(low, high, epsilon):
     of = event(uniform(low, high), q=1.0, dimension=1)
     assert epsilon_of([of], 1e-10).epsilon == pytest.approx(epsilon, abs=5e-4)
     assert epsilon_of([replace(of, accounting="published")], 1e-10, allow_unproven=True).epsilon > epsilon + 0.01
+
+
+def test_accounts_compose_and_limit_lmo_releases():
+    accounts = Accounts({0: 1000})
+    accounts.record(0, Release(event=event(count=3), rho_bar=0.5))
+    expected = epsilon_of([event(count=3)], 1e-5).epsilon
+    assert accounts.epsilon_of(0, "local", "pld").epsilon == expected
+    assert accounts.final("local")[0].epsilon == expected
+    assert not accounts.fits(0, [Release(event=event(count=3), rho_bar=0.5)], "local", expected)
 
 
 def test_epsilon_is_finite_if_the_lower_integer_orders_are():
