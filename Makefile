@@ -86,9 +86,9 @@ $(VENV)/compiled: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --collect-only --quiet > /dev/null || true
 	@touch $@
 
-# With the long series, the large samples and every benchmark in small.
+# With the long series, the large samples and every benchmark in small: two hours. One worker's first file sleeps for one of them.
 test-all: $(VENV)/installed-all lint
-	$(PYTEST) -m "not deployment and not nightly"
+	$(PYTEST) -n 4 -m "not deployment and not nightly"
 
 # SuperLink and SuperNodes as processes of their own, with TLS and authentication.
 test-deployment: $(VENV)/installed-dev

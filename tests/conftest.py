@@ -34,13 +34,16 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 # Their files take longest: their tests are whole runs, start processes of their own, or try many models.
 WHOLE_RUNS = {"contracts", "integration", "simulations", "cli", "server", "adversary", "vault", "training"}
+# Most of an hour each in the long series: the first one's answers wait for their times, the second tries all models.
+HOURS = ("adversary/test_clocks.py", "learning/training/test_independence.py")
 # Of the tests of deployed federations, of 1 to 9 minutes each. Each of four workers takes one of the first four files
 # and one of the next four before any takes a third, so the longest are paired with the shortest of these.
-LONGEST = (
+DEPLOYMENT = (
     *("walkthrough", "killed_coordinator", "killed", "life_cycle"),
     *("budgets", "secure_aggregation", "who_gets_in", "seeing"),
     *("rogue_coordinator", "kits"),
 )
+LONGEST = [*HOURS, *(f"deployment/test_{name}.py" for name in DEPLOYMENT)]
 
 # Tests of the plots, and runs whose pages have them.
 WITH_PLOTS = Path("runs/show")
@@ -67,12 +70,12 @@ def pytest_collection() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what takes longest first, so that workers that take one file at a time end together."""
 
-    def place(item: pytest.Item) -> tuple[int, bool]:
-        folders, name = item.path.relative_to(TESTS).parts[:-1], item.path.stem.removeprefix("test_")
-        is_long = folders == ("deployment",) and name in LONGEST
-        return LONGEST.index(name) if is_long else len(LONGEST), not WHOLE_RUNS.intersection(folders)
+    def turn(item: pytest.Item) -> tuple[int, bool]:
+        path = item.path.relative_to(TESTS)
+        place = LONGEST.index(path.as_posix()) if path.as_posix() in LONGEST else len(LONGEST)
+        return place, not WHOLE_RUNS.intersection(path.parts[:-1])
 
-    items.sort(key=place)
+    items.sort(key=turn)
 
 
 def pytest_collection_finish() -> None:
