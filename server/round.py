@@ -165,6 +165,10 @@ class Round:
                 log.warning("round %s, %s: %s", self.number, label_of(self._nodes, client), status.detail)
         return retired
 
+    def release(self) -> None:
+        """Let go of all that was sent, once the round is settled and its rows are made."""
+        self.requests, self.messages, self.replies, self.uploads = {}, {}, {}, {}
+
     def _judge(self, client: int, reply: Message, read: Callable[[int, Message], Read]) -> _Status:
         """The status that a reply gives its client; a sound upload is kept."""
         if reply.has_error():
@@ -353,12 +357,11 @@ class Receipts:
 
     def __init__(self, path: Path, signers: Mapping[int, Sequence[str]], nodes: Nodes) -> None:
         self._log, self._signers, self._nodes = ReceiptLog(path), signers, nodes
-        self._data_sets = {client: registration.data_set for client, (_, registration) in nodes.items()}
         kept = self._log.newest()
         # Of several with one counter the first, that of the key which is registered now.
         self._newest = {
             client: max(
-                filter(None, (kept.get((line, self._data_sets[client])) for line in lines)),
+                filter(None, (kept.get((line, nodes[client][1].data_set)) for line in lines)),
                 key=lambda receipt: receipt.counter,
                 default=None,
             )
@@ -387,7 +390,7 @@ class Receipts:
         if not text or client not in self._signers:
             return
         receipt, known, label = from_text(text), self._newest.get(client), label_of(self._nodes, client)
-        if receipt.data_set != self._data_sets[client] or not receipt.is_of(self._signers[client][0]):
+        if receipt.data_set != self._nodes[client][1].data_set or not receipt.is_of(self._signers[client][0]):
             log.warning("%s: its receipt is not of its data set and key, and is not kept", label)
             return
         if known is not None and receipt.counter <= known.counter:

@@ -362,6 +362,7 @@ class RuleStrategy(Strategy):
         log.info("the run ends early: %s", self.stopped)
 
     def _report(self, round_: int, started: float) -> None:
+        self._round.release()
         is_due = round_ % self._config.evaluate_every == 0 or round_ == self._config.rounds
         test, rows = self._evaluate(self.model) if is_due or self.stopped else None, self._rows
         num_late, seconds = self._exchange.pop_num_late(), time.monotonic() - started

@@ -221,8 +221,12 @@ def _labels_of(bench: Workbench, config: RunConfig, labels: Sequence[str]) -> Ca
     clients = bench.data.clients
     if not (config.protects_nobody and labels and clients and not config.is_own_model):
         return lambda client: {}
-    numbers = [Counter(map(str, records.labels)) for records in clients]
-    return lambda client: {"num_by_label": [numbers[client][label] for label in labels]}
+
+    def of_client(client: int) -> dict[str, Any]:
+        numbers = Counter(map(str, clients[client].labels))
+        return {"num_by_label": [numbers[label] for label in labels]}
+
+    return of_client
 
 
 def _theorem_1(config: RunConfig, outcome: SeriesOutcome, costs: Mapping[int, PrivacySpent | None]) -> Any:

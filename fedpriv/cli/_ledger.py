@@ -527,7 +527,8 @@ def _of_run(folder: Path) -> Exhibit:
         ledger=folder / files.LEDGER,
         receipts=(Path(f"{ledger}.receipts") if ledger else folder.parent / "receipts.jsonl",),
         registrations={
-            client: {"version": frame.VERSION, **registered} for client, registered in run.registrations.items()
+            client: {"version": frame.VERSION, **registered}
+            for client, registered in files.read_values(folder / files.REGISTRATIONS, optional=True).items()
         },
         inclusions=folder / files.INCLUSIONS,
         coordinator=keys.read_public_line(key) if key.is_file() else "",

@@ -50,6 +50,8 @@ _CLIENT_KEYS = (
     *("client", "num_records", "rounds", "earlier_runs", "epsilon_local", "epsilon_local_this_run", "epsilon_rho"),
     *("retired", "delta", "bytes_up", "bytes_down"),
 )
+# Of a registration: there may be very many, which a run that goes on reads at each look.
+_REGISTERED_KEYS = ("client", "name", "num_records", "data_set")
 _COUNTS = ("num_clients", "num_rounds", "bytes_up", "bytes_down", "seconds")
 _ACCURACIES = ("accuracy", "accuracy_initial", "accuracy_non_private", "chance_accuracy")
 _FIGURES_OF_QUALITY = (
@@ -142,8 +144,8 @@ class RunFolder:
 
     @cached_property
     def registrations(self) -> dict[str, Any]:
-        """{client: what it registered}; empty before anyone did."""
-        return files.read_values(self.path / files.REGISTRATIONS, optional=True)
+        """{client: what a look at the run needs of its registration}; empty before anyone registered."""
+        return files.read_values(self.path / files.REGISTRATIONS, optional=True, only=_REGISTERED_KEYS)
 
     @cached_property
     def progress(self) -> tuple[int, dict[int, str]]:

@@ -1,9 +1,8 @@
 """The status of a run, from its folder alone: no process is asked, and nothing is written."""
 
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ ROUND_COLUMNS = (
 CLIENT_COLUMNS = ("round", "client", "num_records", "status", "detail", "epsilon_local", "delta")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClientStatus:
     """The status of one client.
 
@@ -152,21 +151,15 @@ def _status_of(folder: RunFolder) -> RunStatus:
     config, events = folder.config, folder.events
     checkpoint_round, checkpoint = folder.checkpoint
     rounds, rows = folder.round_rows(ROUND_COLUMNS), folder.client_rows(CLIENT_COLUMNS)
-    try:
-        registrations = folder.registrations.values()
-        clients = _clients(rows, registrations, summary, checkpoint)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{run_dir}: what it says about its clients is damaged ({error!r})") from None
     begun, doing = folder.progress
     is_under_way = not summary and begun > (rounds[-1]["round"] if rounds else 0)
     charged = folder.once(_charged)
-    clients = tuple(
-        replace(each, epsilon_local=max(each.epsilon_local or 0.0, charged[each.client]["local"]))
-        if each.client in charged
-        else each
-        for each in clients
-    )
-    clients = tuple(replace(each, doing=doing.get(each.client) if is_under_way else None) for each in clients)
+    try:
+        entries = summary.get("clients", ()) if summary else folder.registrations.values()
+        known = {entry["client"]: entry for entry in entries}
+        clients = _clients(rows, known, checkpoint, charged, doing if is_under_way else {})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{run_dir}: what it says about its clients is damaged ({error!r})") from None
     round_seconds, engine = float(config.get("round_seconds", 3600.0)), str(config.get("engine", ""))
     silence = max(0.0, folder.now - _last_change(run_dir))
     state: State = "finished" if summary else _state(run_dir, alive, is_silent=silence > round_seconds)
@@ -308,8 +301,8 @@ def _charged(folder: RunFolder) -> dict[int, dict[str, float]]:
     """
     rows, run = folder.round_rows(("round",)), folder.checkpoint[1].get("run")
     path = Path(str(folder.config.get("ledger") or folder.path / files.LEDGER))
-    last, known = rows[-1]["round"] if rows else 0, list(folder.registrations.values())
-    if folder.summary or (last and folder.is_alive) or not path.is_file() or len(known) > _MOST_COUNTED:
+    last = rows[-1]["round"] if rows else 0
+    if folder.summary or (last and folder.is_alive) or not path.is_file() or len(folder.registrations) > _MOST_COUNTED:
         return {}
     from fedpriv.privacy.accounting.accountants import epsilon_of  # deferred: few runs need it
     from fedpriv.privacy.ledger.reader import reading
@@ -317,7 +310,7 @@ def _charged(folder: RunFolder) -> dict[int, dict[str, float]]:
     found, is_ahead = dict[int, dict[str, float]](), False
     try:
         with reading(path) as db:
-            for entry in known:
+            for entry in folder.registrations.values():
                 if not ((data_set := db.data_set(entry["data_set"])) and (releases := db.releases(data_set.id))):
                     continue
                 is_ahead |= any((key.round or 0) > last for key, _ in db.releases_of(data_set.id, str(run)))
@@ -353,46 +346,43 @@ def _costs_so_far(
 
 def _clients(
     rows: Iterable[Mapping[str, Any]],
-    registrations: Iterable[Mapping[str, Any]],
-    summary: Mapping[str, Any],
+    known: Mapping[int, Mapping[str, Any]],
     checkpoint: Mapping[str, Any],
+    charged: Mapping[int, Mapping[str, float]],
+    doing: Mapping[int, str],
 ) -> tuple[ClientStatus, ...]:
     """All clients that took part or registered, by partition id."""
     last: dict[int, Mapping[str, Any]] = {}
-    counts: dict[int, Counter[str]] = {}
+    counts: dict[int, dict[str, int]] = {}
     for row in rows:
         last[row["client"]] = row
-        counts.setdefault(row["client"], Counter())[row["status"]] += 1
-    known = {entry["client"]: entry for entry in registrations}
-    known |= {entry["client"]: known.get(entry["client"], {}) | entry for entry in summary.get("clients", ())}
+        of_client = counts.setdefault(row["client"], {})
+        of_client[row["status"]] = of_client.get(row["status"], 0) + 1
     retired = {int(client): reason for client, reason in checkpoint.get("retired", {}).items()}
     retired |= {client: row["detail"] for client, row in last.items() if row["status"] == "retired"}
     retired |= {client: entry["retired"] for client, entry in known.items() if entry.get("retired")}
-    skipped = set(checkpoint.get("skipped", ()))
+    skipped, nothing = set(checkpoint.get("skipped", ())), dict[str, Any]()
     return tuple(
         _client(
             client,
-            known.get(client, {}),
-            last.get(client, {}),
-            counts.get(client, {}),
+            known.get(client, nothing),
+            last.get(client, nothing),
+            charged.get(client, {}).get("local"),
+            status_counts=counts.get(client, nothing),
             retired=retired.get(client),
             skipped=client in skipped,
+            doing=doing.get(client),
         )
         for client in sorted(known.keys() | last.keys())
     )
 
 
 def _client(
-    client: int,
-    known: Mapping[str, Any],
-    last: Mapping[str, Any],
-    status_counts: Mapping[str, int],
-    *,
-    retired: str | None,
-    skipped: bool,
+    client: int, known: Mapping[str, Any], last: Mapping[str, Any], charged: float | None, **rest: Any
 ) -> ClientStatus:
-    """A client from its entry in the summary or among the registrations, and its last row."""
-    final = parse_epsilon(known["epsilon_local"]) if "epsilon_local" in known else None
+    """A client from its entry in the summary or among the registrations, its last row, and what its ledger charged."""
+    spent = parse_epsilon(known["epsilon_local"]) if "epsilon_local" in known else None
+    spent = last.get("epsilon_local") if spent is None else spent
     return ClientStatus(
         client=client,
         name=str(known.get("name", "")),
@@ -400,10 +390,7 @@ def _client(
         last_round=last.get("round"),
         status=last.get("status"),
         detail=last.get("detail", ""),
-        status_counts=dict(status_counts),
-        epsilon_local=final if final is not None else last.get("epsilon_local"),
+        epsilon_local=spent if charged is None else max(spent or 0.0, charged),
         delta=known.get("delta", last.get("delta")),
-        retired=retired,
-        skipped=skipped,
-        doing=None,
+        **rest,
     )

@@ -14,8 +14,9 @@ import os
 import re
 import struct
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,15 @@ def check_version(run_dir: Path) -> None:
         raise InputError(f"{path}: is version {version!r}; this is fedpriv {texts.VERSION}, which reads {VERSION}")
 
 
-def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
+def read_values(path: Path, *, optional: bool = False, only: Collection[str] = ()) -> dict[str, Any]:
     """The keys and values of a TOML or JSON file, "inf" of a bound being a number; none if it is optional and missing.
 
     InputError if it is missing, damaged, or holds something else.
+
+    Args:
+        only: of objects of a JSON file that hold no other object, the keys that are kept; all by default.
     """
-    loads: Callable[[str], Any] = tomllib.loads if path.suffix == ".toml" else _from_json
+    loads: Callable[[str], Any] = tomllib.loads if path.suffix == ".toml" else partial(_from_json, only=only)
     try:
         values = loads(read_text(path))
     except FileNotFoundError:
@@ -111,11 +115,17 @@ def read_values(path: Path, *, optional: bool = False) -> dict[str, Any]:
     return values
 
 
-def _from_json(text: str) -> Any:
+def _from_json(text: str, only: Collection[str]) -> Any:
     def bounded(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: math.inf if value == "inf" and _BOUND.search(key) else value for key, value in values.items()}
+        if only and not any(isinstance(value, dict) for value in values.values()):
+            values = {key: values[key] for key in only if key in values}
+        for key, value in values.items():
+            if value == "inf" and _BOUND.search(key):
+                values[key] = math.inf
+        return values
 
-    return json.loads(text, object_hook=bounded)
+    # Many clients have the same figures, which are one object then.
+    return json.loads(text, object_hook=bounded, parse_float=lru_cache(maxsize=2**12)(float))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -134,6 +134,15 @@ def test_what_is_charged_counts_before_its_round_is_over(write_run: WriteRun, ro
     assert f"local {format_bound(found.epsilon_local_max)}" in shown(found)
 
 
+def test_a_look_keeps_of_each_registration_what_it_needs(write_run: WriteRun) -> None:
+    folder = write_run(rounds=1)
+    write_checkpoint(folder, 1, {})
+    whole, kept = files.read_values(folder / files.REGISTRATIONS), RunFolder(folder).registrations
+    assert kept.keys() == whole.keys()
+    for client, each in kept.items():
+        assert each == {key: whole[client][key] for key in ("client", "name", "num_records", "data_set")}
+
+
 def test_who_is_skipped_is_told_with_what_ends_it(write_run: WriteRun) -> None:
     folder = write_run()
     write_checkpoint(folder, 3, {}, skipped=(1,))
