@@ -28,23 +28,10 @@ from fedpriv.models.variants import stored_in
 from fedpriv.privacy.accounting.recipe import LearningRate
 from fedpriv.privacy.accounting.views import default_delta
 from fedpriv.runs import RoundRow, RunFolder
-from fedpriv.runs.figures import (
-    counts_next_tokens,
-    figures,
-    format_bytes,
-    format_seconds,
-    limit_of,
-)
+from fedpriv.runs.figures import counts_next_tokens, figures, format_bytes, format_seconds, limit_of
 from fedpriv.runs.files import REPORT
 from fedpriv.runs.show import TextTable as Content
-from fedpriv.runs.show import (
-    accuracy_table,
-    changes,
-    client_table,
-    joining_table,
-    language_table,
-    plain_table,
-)
+from fedpriv.runs.show import accuracy_table, changes, client_table, joining_table, language_table, plain_table
 from fedpriv.texts import of_whom, printable, what_is_counted
 from server.observer import RunProgress, described, spent_so_far
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from simulations.studies._integral_runs import FIRST, SOURCES, SelectionCell, cells, run
 from simulations.studies.harness import Line, fill, lines, parser, run_missing, table
@@ -154,16 +155,16 @@ def _curves(first: Sequence[Line]) -> Figure:
             axes = figure.add_subplot(len(drawn), 2, 2 * row + column + 1)
             for epoch, look in enumerate(line["curves"], start=1):
                 members, means = ([each[column] for each in look[kind]] for kind in ("members", "means"))
-                axes.scatter([epoch] * len(members), members, color="tab:blue", alpha=0.15, s=10)
-                axes.scatter([epoch] * len(means), means, color="tab:blue", s=18)
+                axes.scatter([epoch] * len(members), members, color="tab:blue", alpha=0.15, s=10, label="member")
+                axes.scatter([epoch] * len(means), means, color="tab:blue", s=18, label="mean")
             epochs = range(1, len(line["curves"]) + 1)
-            axes.plot(epochs, [look["plain"][column] for look in line["curves"]], color="black")
+            axes.plot(epochs, [look["plain"][column] for look in line["curves"]], color="black", label="plain model")
             for private, style in zip(line["private"], ("--", "-.", ":"), strict=True):
                 label = f"DP-SGD, epsilon {private['asked']:g}"
                 axes.axhline(private["train"][name], color="tab:red", linestyle=style, label=label)
             axes.set(title=f"{line['data']}: {'F1 (macro)' if name == 'f1' else name}", xlabel="epochs")
-            axes.legend(frameon=False, fontsize=7)
-    return figure
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _explained(figure)
 
 
 def _members(first: Sequence[Line]) -> Figure:
@@ -176,13 +177,23 @@ def _members(first: Sequence[Line]) -> Figure:
         for x, line in enumerate(lines):
             chosen = line["by_mean"]
             values = [member["f1"] for member in chosen["members"]]
-            axes.scatter([x] * len(values), values, color="tab:blue", alpha=0.25, s=18)
-            axes.scatter([x], [chosen["mean"]["train"]["f1"]], color="tab:blue", s=45)
-            axes.scatter([x], [chosen["mean"]["test"]["f1"]], facecolors="none", edgecolors="tab:blue", s=90)
-            axes.hlines(line["plain"]["train"]["f1"], x - 0.3, x + 0.3, color="black")
-            axes.hlines(line["plain"]["test"]["f1"], x - 0.3, x + 0.3, color="black", linestyle="--")
+            axes.scatter([x] * len(values), values, color="tab:blue", alpha=0.25, s=18, label="member, test")
+            axes.scatter([x], [chosen["mean"]["train"]["f1"]], color="tab:blue", s=45, label="mean, training")
+            of_mean, plain, ends = chosen["mean"]["test"]["f1"], line["plain"], (x - 0.3, x + 0.3)
+            axes.scatter([x], [of_mean], facecolors="none", edgecolors="tab:blue", s=90, label="mean, test")
+            axes.hlines(plain["train"]["f1"], *ends, color="black", label="plain model, training")
+            axes.hlines(plain["test"]["f1"], *ends, color="black", linestyle="--", label="plain model, test")
         axes.set_xticks(range(len(lines)), [line["architecture"].upper() for line in lines])
         axes.set(title=f"{name}: F1 (macro)", ylim=(0.3, 1))
+    return _explained(figure)
+
+
+def _explained(figure: Figure) -> Figure:
+    """The figure with one legend above all axes."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    lines, texts = list(by_label.values()), list(by_label)
+    figure.legend(lines, texts, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
     return figure
 
 

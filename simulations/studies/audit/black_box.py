@@ -14,11 +14,7 @@ import numpy as np
 from fedpriv.config import parse
 from fedpriv.learning.training.canaries import audited
 from fedpriv.learning.training.workbench import workbench
-from fedpriv.methods.audit import (
-    audit_power,
-    calibrated_scores,
-    one_run_audit,
-)
+from fedpriv.methods.audit import audit_power, calibrated_scores, one_run_audit
 from fedpriv.methods.audit.black_box import record_losses
 from fedpriv.privacy.accounting import SubsampledGaussian
 from server import checkpoint

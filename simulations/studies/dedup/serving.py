@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.models.variants.store import Store
-from simulations.benchmarks.dedup_loading import (
-    Encoding,
-    LoadingReport,
-    VariantKind,
-    bench,
-    make_variants,
-    restore_all,
-)
+from simulations.benchmarks.dedup_loading import Encoding, LoadingReport, VariantKind, bench, make_variants, restore_all
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.results import DedupResults, section
 from simulations.studies.harness import Line, run_missing, table

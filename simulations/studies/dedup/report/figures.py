@@ -37,6 +37,7 @@ def lengths(results: DedupResults) -> Figure | None:
             if pair:
                 axes.plot(pair[1], pair[0], marker, color=GREEN, markersize=6, label=name)
         axes.set_xscale("log")
+        axes.margins(0.15)  # room for the labels of points
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_formatter(NullFormatter())

@@ -13,16 +13,7 @@ from matplotlib.figure import Figure
 
 from simulations.studies.dedup import pairs, serving
 from simulations.studies.dedup.report import figures, searches, settings, validation
-from simulations.studies.dedup.report.results import (
-    ROUNDING,
-    DedupResults,
-    bounds,
-    count,
-    read,
-    section,
-    span,
-    targets,
-)
+from simulations.studies.dedup.report.results import ROUNDING, DedupResults, bounds, count, read, section, span, targets
 from simulations.studies.harness import fill
 
 METHODS = ("basic", "accountant", "provenance")

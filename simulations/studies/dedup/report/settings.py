@@ -11,15 +11,7 @@ from statistics import mean
 
 from simulations.studies.dedup.report import paper
 from simulations.studies.dedup.report.paper import EIGHT, Found
-from simulations.studies.dedup.report.results import (
-    ROUNDING,
-    DedupResults,
-    by_both,
-    count,
-    found,
-    section,
-    with_papers,
-)
+from simulations.studies.dedup.report.results import ROUNDING, DedupResults, by_both, count, found, section, with_papers
 from simulations.studies.harness import Line, table
 
 SEARCHES, TABLE, TUNING = "algorithms", "L", "tuning"
