@@ -344,21 +344,3 @@ def test_a_title_above_the_names_is_told(tmp_path, title, separator, run_of):
     path.write_text(f"{title}\n{as_csv(clean_rows(), separator)}")
     with pytest.raises(InputError, match=r"title.*delete it"):
         run_of(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("text,label\na,b\n\nc\n", "line 4: has 1 field by comma, but the header names 2; leave no field out"),
-        ("text,label\na,b,c\n", "line 2: has 3 fields by comma, .* names 2; quote fields that hold a comma"),
-        ("text;label\na;b\nc,d\n", "line 3: has 1 field by semicolon, .* names 2; .* separated by comma"),
-        ('text,label\na,b\n"c\nd,e\n', "line 3: a quote opens here and is not closed"),
-        ('text,label\n"a b",b\n"c" d,e\n', "line 3: cannot be read"),
-        ("text,label,text\na,b,c\n", "line 1: the header names 'text' twice"),
-    ],
-)
-def test_a_line_that_cannot_be_read_is_named_in_one_line(tmp_path, text, message):
-    (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(InputError, match=message) as caught:
-        read_table(str(tmp_path / "t.csv"))
-    assert "\n" not in str(caught.value)

@@ -22,9 +22,8 @@ from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import per_sample_gradients
 from fedpriv.learning.training.rehearsal import rehearse
 from fedpriv.learning.training.stacked import local_update, stacked_updates
-from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.learning.training.test_isolation import with_tokens
-from tests.learning.training.test_local_update import SPEC, make_task
+from tests.learning.training.test_sensitivity import SPEC, task_from
 from tests.marks import slow
 from tests.tiny import tiny_causal
 
@@ -235,8 +234,7 @@ def node(build):
 
 def head_task(node, records, *, num_registered=40, **changes):
     spec = dataclasses.replace(HEAD, **changes)
-    sampler = spec.sampler(num_registered, SeededSource(0, "inclusion"))
-    return dataclasses.replace(make_task(node, records), spec=spec, sampler=sampler)
+    return task_from(read(node.peft_model), records, spec, num_registered=num_registered)
 
 
 def rows_of(node, records, drawn, **changes):

@@ -13,7 +13,8 @@ from fedpriv.learning.training._coordinates import _centre_of, shifted
 from fedpriv.learning.training.local_update import UpdateSpec, planned_event
 from fedpriv.learning.training.stacked import local_update, stacked_updates
 from fedpriv.privacy.accounting.events import SubsampledGaussian
-from tests.learning.training.test_trained_parts import has_variance, made, task_from
+from tests.learning.training.test_sensitivity import task_from
+from tests.learning.training.test_trained_parts import has_variance, made
 
 CLIP_NORM, RATE = 0.4, 0.5
 SPEC = dataclasses.replace(
@@ -39,7 +40,7 @@ def names(model):
 
 
 def make_task(adapter, records, *, num_registered=None, seed=0, **changes):
-    return task_from(adapter, records, dataclasses.replace(SPEC, **changes), num_registered, seed)
+    return task_from(adapter, records, dataclasses.replace(SPEC, **changes), num_registered=num_registered, seed=seed)
 
 
 def with_mean(adapter, weight, mean):

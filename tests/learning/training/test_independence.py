@@ -1,6 +1,5 @@
 """No record changes another record's gradient by a bit, whatever it holds, since nothing else is in its pass."""
 
-import dataclasses
 import os
 import signal
 import time
@@ -24,7 +23,7 @@ from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.workbench import load_model
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.architectures import DECODERS, ENCODERS, REPLACED_HEADS, TARGETS, random_base, save
-from tests.learning.training.test_local_update import make_task
+from tests.learning.training.test_sensitivity import make_task
 from tests.marks import slow
 from tests.threads import with_threads
 from tests.tiny import move, random_records
@@ -51,8 +50,7 @@ def gradients(
     """[client] The per-sample gradients of the drawn records, [records, values], in the order of drawing."""
     rounds, num_registered = (1000, 8) if cached else (1, 16)
     sampler = PoissonSampler(num_registered=num_registered, expected_batch_size=8, source=SeededSource())
-    tasks = [make_task(model, records, num_rounds=rounds, local_steps=1) for records, _ in clients]
-    tasks = [dataclasses.replace(task, sampler=sampler, noise=None) for task in tasks]
+    tasks = [make_task(model, records, sampler=sampler, num_rounds=rounds, local_steps=1) for records, _ in clients]
     joined = stacked._Clients.of(model, tasks)
     drawn = [(client, index) for client, (_, indices) in enumerate(clients) for index in indices]
     rows = shared(len(drawn), joined.layout.size, dtype=torch.float32)

@@ -15,18 +15,11 @@ from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.private_sums import PoissonSampler
 from fedpriv.learning.training.stacked import execute_stacked
 from fedpriv.privacy.mechanisms.sources import SeededSource
-from tests.learning.training.test_local_update import make_task
+from tests.learning.training.test_sensitivity import Everyone, make_task
 from tests.marks import slow
 
 POISON = 14  # a token that the model below fails on
 WITH_RECORD = f"secret token {POISON}"  # a log shows lines of code, and may show no message
-
-
-class Everyone(PoissonSampler):
-    """Draws every record."""
-
-    def draw(self, num_records):
-        return list(range(num_records))
 
 
 def with_tokens(records: Records, index: int, tokens: list[int]) -> Records:
@@ -57,9 +50,8 @@ def failing_model(request, encoder):
 def update(model: TrainingModel, *clients: Records, **changes) -> list[torch.Tensor]:
     """[client] The values of each update, without noise, so that it shows the sum of clipped gradients."""
     everyone = Everyone(num_registered=40, expected_batch_size=8, source=None)
-    tasks = [make_task(model, records, local_steps=1, num_rounds=1000, **changes) for records in clients]
-    tasks = [dataclasses.replace(task, sampler=everyone) for task in tasks]
-    results = execute_stacked(model, tasks)
+    how = {"sampler": everyone, "local_steps": 1, "num_rounds": 1000, **changes}
+    results = execute_stacked(model, [make_task(model, records, **how) for records in clients])
     assert all(isinstance(result, ClientUpdate) for result in results), results
     return [torch.cat([tensor.flatten() for tensor in result.adapter.values()]) for result in results]
 
@@ -191,8 +183,7 @@ def test_an_update_says_to_its_holder_alone_whether_any_record_had_a_gradient(
     mixed = dataclasses.replace(sound, unusable=torch.arange(6) > 0)
     sampler = PoissonSampler(num_registered=8, expected_batch_size=8, source=SeededSource(0))
     clients = (sound, mixed, mute, sound.part([]))
-    tasks = [make_task(model, records, local_steps=2, **changes) for records in clients]
-    tasks = [dataclasses.replace(task, sampler=sampler) for task in tasks]
+    tasks = [make_task(model, records, sampler=sampler, local_steps=2, **changes) for records in clients]
     with caplog.at_level(logging.WARNING):
         found = execute_stacked(model, tasks)
     assert [update.learned for update in found] == [True, True, False, None]

@@ -23,8 +23,7 @@ from fedpriv.learning.training.stacked import execute_stacked, local_update
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.sensitivity import clipping_parts, sensitivity_factor
 from fedpriv.privacy.mechanisms.sources import SeededSource
-from tests.learning.training.test_isolation import Everyone
-from tests.learning.training.test_local_update import SPEC, make_task
+from tests.learning.training.test_sensitivity import SPEC, Everyone, make_task
 from tests.marks import slow
 from tests.tiny import move, random_records
 
@@ -76,7 +75,7 @@ def training_model(tiny_bert, *, alone):
 def task_of(model, records, *, everyone=True, m=3, choices=0, **changes) -> UpdateTask:
     sources = {"source": SeededSource(0, "inclusion"), "choices": SeededSource(choices, "choices")}
     sampler = (Everyone if everyone else PoissonSampler)(num_registered=40, expected_batch_size=8, **sources)
-    return dataclasses.replace(make_task(model, records, max_records_per_person=m, **changes), sampler=sampler)
+    return make_task(model, records, sampler=sampler, max_records_per_person=m, **changes)
 
 
 def sums(model, *tasks: UpdateTask) -> list[torch.Tensor]:
@@ -137,9 +136,9 @@ def test_a_person_adds_the_clipped_sum_of_the_gradients_of_its_records(model):
 
 def gradient_of(model, record: Records) -> torch.Tensor:
     """By a clip norm that clips nothing, in a record-level update."""
-    task = make_task(model, dataclasses.replace(record, persons=None), local_steps=1, clip_norm=30.0)
     everyone = Everyone(num_registered=40, expected_batch_size=8, source=None)
-    (total,) = sums(model, dataclasses.replace(task, sampler=everyone))
+    record = dataclasses.replace(record, persons=None)
+    (total,) = sums(model, make_task(model, record, sampler=everyone, local_steps=1, clip_norm=30.0))
     return total.float()
 
 

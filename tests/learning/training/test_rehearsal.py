@@ -14,7 +14,7 @@ from fedpriv.learning.training._passes import RECORDS_OF_A_STEP, padded
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.rehearsal import rehearse, synthetic_records
 from fedpriv.privacy.mechanisms.sources import SecureSource
-from tests.learning.training.test_local_update import SPEC, make_task
+from tests.learning.training.test_sensitivity import SPEC, make_task
 from tests.marks import slow
 
 

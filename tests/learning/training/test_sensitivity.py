@@ -1,4 +1,7 @@
-"""Each rule's sensitivity, measured in the real update: neighbouring batches reach the bound and never exceed it."""
+"""A local update is Algorithm 1: its event states how it sampled, every tensor is noised, batching changes nothing.
+
+Each rule's sensitivity is measured in the real update: neighbouring batches reach the bound and never exceed it.
+"""
 
 import dataclasses
 import math
@@ -9,19 +12,33 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import lora, read
 from fedpriv.learning.training import stacked as module
-from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask, planned_event
+from fedpriv.learning.training._passes import predictions
+from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.private_sums import PoissonSampler
-from fedpriv.learning.training.stacked import local_update
+from fedpriv.learning.training.stacked import execute_one_by_one, local_update
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, UPLOAD_FACTOR, clipping_parts, sensitivity_factor
-from fedpriv.privacy.mechanisms.sources import SeededSource
-from tests.learning.training.test_isolation import Everyone
+from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 
-CLIP_NORM, BATCH = 0.8, 4
-SPEC = UpdateSpec.of(
-    RunConfig(rounds=1, local_steps=1, batch_size=BATCH, learning_rate=1.0, clip_norm=CLIP_NORM, noise_multiplier=0.0)
-)
+SPEC = UpdateSpec.of(RunConfig(local_steps=3, batch_size=8, learning_rate=0.5, clip_norm=0.7, noise_multiplier=0.0))
+
+
+def task_from(adapter, records, spec, *, num_registered=None, seed=0, sampler=None):
+    """Samples as the specification says unless a sampler is given."""
+    return UpdateTask(
+        adapter=adapter,
+        data=records,
+        spec=spec,
+        round=1,
+        sampler=sampler or spec.sampler(num_registered or len(records), SeededSource(seed, "inclusion")),
+        noise=SeededSource(seed, "noise"),
+    )
+
+
+def make_task(model, records, *, adapter=None, num_registered=40, seed=0, sampler=None, **changes):
+    of = {"num_registered": num_registered, "seed": seed, "sampler": sampler}
+    return task_from(adapter or read(model.peft_model), records, dataclasses.replace(SPEC, **changes), **of)
 
 
 @pytest.fixture
@@ -29,12 +46,92 @@ def model(encoder):
     return TrainingModel(encoder(layers="last-1"), memory_limit=2**30)
 
 
+def by_hand(peft_model, task, model):
+    """Algorithm 1 with one plain backward pass per record, SGD, and no noise."""
+    parameters = {model.adapter_names[n]: p for n, p in peft_model.named_parameters() if p.requires_grad}
+    source = SeededSource(0, "inclusion")
+    for _ in range(task.spec.local_steps):
+        indices = source.bernoulli(len(task.data), 8 / 40).nonzero().squeeze(1).tolist()
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for index in indices:
+            peft_model.zero_grad()
+            logits, batch = model.logits(task.data.items([index]), cached=False)
+            predictions(logits, batch).losses.sum().backward()
+            length = torch.sqrt(sum(p.grad.square().sum() for p in parameters.values()))
+            for name, parameter in parameters.items():
+                total[name] += parameter.grad * min(1.0, task.spec.clip_norm / float(length))
+        peft_model.zero_grad()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter -= task.spec.learning_rate * total[name] / task.spec.batch_size
+    return read(peft_model)
+
+
+def test_update_without_noise_equals_algorithm_1_by_hand(model, make_records):
+    task = make_task(model, make_records(40))
+    expected = by_hand(model.peft_model, task, model)
+    update = local_update(model, task)
+    assert not any(module.training for module in model.peft_model.modules())
+    for name, tensor in expected.items():
+        assert not torch.equal(tensor, task.adapter[name]), f"{name} did not move, so the test would prove nothing"
+        torch.testing.assert_close(update.adapter[name], tensor, atol=2e-6, rtol=1e-4)
+
+
+def test_the_event_states_the_probability_that_the_sampler_drew_with(model, make_records):
+    task = make_task(model, make_records(40), num_registered=50, noise_multiplier=1.5)
+    update = local_update(model, task)
+    expected = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=8 / 50, count=3)
+    assert update.event == planned_event(task.spec, 8 / 50, update.adapter) == expected
+    assert update.num_records == 50
+
+
+def test_noise_comes_from_the_given_source_alone(model, make_records):
+    start, found = read(model.peft_model), []
+    for seed, noise in ((1, SeededSource(0, "noise")), (2, SeededSource(0, "noise")), (2, SecureSource())):
+        torch.manual_seed(seed)
+        task = make_task(model, make_records(40), noise_multiplier=1.0, adapter=start)
+        found.append(local_update(model, dataclasses.replace(task, noise=noise)).adapter)
+    one, two, secure = found
+    for name in one:
+        assert torch.equal(one[name], two[name])
+        assert not torch.equal(one[name], secure[name])
+
+
+def test_adamw_keeps_no_state_from_earlier_rounds(model, make_records):
+    changes = {"optimizer": "adamw", "learning_rate": 0.01, "adapter": read(model.peft_model)}
+    first, second = (local_update(model, make_task(model, make_records(40), **changes)).adapter for _ in range(2))
+    for name in first:
+        assert not torch.equal(first[name], changes["adapter"][name])
+        assert torch.equal(first[name], second[name])
+
+
+def test_a_failing_task_yields_its_exception_and_the_others_go_on(model, make_records):
+    good, bad = make_task(model, make_records(40)), make_task(model, make_records(40), optimizer="lion")
+    results = execute_one_by_one(model, [bad, good])
+    assert isinstance(results[0], ValueError)
+    assert isinstance(results[1], ClientUpdate)
+
+
+# ---------------------------------------------------------------- the sensitivity of each rule
+
+CLIP_NORM, BATCH = 0.8, 4
+ONE_STEP = UpdateSpec.of(
+    RunConfig(rounds=1, local_steps=1, batch_size=BATCH, learning_rate=1.0, clip_norm=CLIP_NORM, noise_multiplier=0.0)
+)
+
+
+class Everyone(PoissonSampler):
+    """Draws every record."""
+
+    def draw(self, num_records):
+        return list(range(num_records))
+
+
 def updated(model, records, spec, sampler=None):
     """The tensors before, and the update; of every record unless sampled, so that two runs differ in one of them."""
     start = read(model.peft_model)
     sampler = sampler or Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
-    task = UpdateTask(adapter=start, data=records, spec=spec, round=1, sampler=sampler, noise=SeededSource(1))
-    update = local_update(model, task)
+    update = local_update(model, task_from(start, records, spec, sampler=sampler))
     lora.write_parameters(model.parameters, start)
     return start, update
 
@@ -52,7 +149,7 @@ def rows_of(clients, gradients):
 def released(model, records, rule, gradients, monkeypatch):
     """The sum that a step would add noise to, for records with the given per-sample gradients."""
     monkeypatch.setattr(module, "_gradient_rows", lambda clients, *_: iter([rows_of(clients, gradients)]))
-    start, update = updated(model, records, dataclasses.replace(SPEC, clipping=rule))
+    start, update = updated(model, records, dataclasses.replace(ONE_STEP, clipping=rule))
     step = 1 if rule == "batch" else BATCH
     return {name: (start[name].double() - update.adapter[name].double()) * step for name in start}
 
@@ -90,7 +187,7 @@ def random_batch(model, seed):
 
 @pytest.mark.parametrize("rule", CLIPPING_RULES)
 def test_the_event_states_the_effective_noise_multiplier(model, make_records, rule):
-    spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=2.0, local_steps=2)
+    spec = dataclasses.replace(ONE_STEP, clipping=rule, noise_multiplier=2.0, local_steps=2)
     _, update = updated(model, make_records(40), spec, poisson())
     factor = sensitivity_factor(rule, len(clipping_parts(rule, model.parameters)))
     assert update.event.noise_multiplier == pytest.approx(2.0 / factor)
@@ -100,7 +197,7 @@ def test_the_event_states_the_effective_noise_multiplier(model, make_records, ru
 def test_the_batch_rule_does_not_divide_its_noise_by_the_batch_size(model, make_records):
     scales = {}
     for rule in ("joint", "batch"):
-        spec = dataclasses.replace(SPEC, clipping=rule, noise_multiplier=1.0)
+        spec = dataclasses.replace(ONE_STEP, clipping=rule, noise_multiplier=1.0)
         start, update = updated(model, make_records(0), spec, poisson())
         scales[rule] = torch.cat([(update.adapter[name] - start[name]).flatten() for name in start])
     # The rules order the parts, and so the same noise values, differently.
@@ -108,7 +205,7 @@ def test_the_batch_rule_does_not_divide_its_noise_by_the_batch_size(model, make_
     torch.testing.assert_close(batch, BATCH * joint, atol=1e-6, rtol=1e-4)
 
 
-UPLOAD = dataclasses.replace(SPEC, noise_on="upload", local_steps=2, learning_rate=50.0)
+UPLOAD = dataclasses.replace(ONE_STEP, noise_on="upload", local_steps=2, learning_rate=50.0)
 
 
 def uploaded(model, records, rows, monkeypatch, **changes):

@@ -13,11 +13,11 @@ from fedpriv.learning.adapters import INNER_SUFFIX, LoraSettings, attach, leadin
 from fedpriv.learning.training import stacked
 from fedpriv.learning.training._coordinates import _value_factors
 from fedpriv.learning.training._passes import class_sum_losses
-from fedpriv.learning.training.local_update import OBJECTIVES, TRAINED_PARTS, UpdateSpec, UpdateTask, planned_event
+from fedpriv.learning.training.local_update import OBJECTIVES, TRAINED_PARTS, UpdateSpec, planned_event
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.stacked import local_update, stacked_updates
 from fedpriv.privacy.accounting.events import SubsampledGaussian
-from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.learning.training.test_sensitivity import task_from
 from tests.marks import slow
 from tests.tiny import move
 
@@ -47,18 +47,8 @@ def inner(tiny_bert):
 
 
 def make_task(model, records, *, num_registered=None, seed=0, **changes):
-    return task_from(read(model.peft_model), records, dataclasses.replace(SPEC, **changes), num_registered, seed)
-
-
-def task_from(adapter, records, spec, num_registered=None, seed=0):
-    return UpdateTask(
-        adapter=adapter,
-        data=records,
-        spec=spec,
-        round=1,
-        sampler=spec.sampler(num_registered or len(records), SeededSource(seed, "inclusion")),
-        noise=SeededSource(seed, "noise"),
-    )
+    spec = dataclasses.replace(SPEC, **changes)
+    return task_from(read(model.peft_model), records, spec, num_registered=num_registered, seed=seed)
 
 
 def is_trained(name, trains):

@@ -16,7 +16,8 @@ from fedpriv.learning.training.independence import raising_failures
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.private_sums import PoissonSampler, add_clipped
 from fedpriv.learning.training.stacked import _Clients, _Drawn, _gradient_rows, _plain_gradients, _private_gradients
-from tests.learning.training.test_local_update import make_task
+from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.learning.training.test_sensitivity import make_task
 from tests.tiny import tiny_causal
 
 META = torch.device("meta")
@@ -58,9 +59,9 @@ def task(request, encoder, monkeypatch):
     model = TrainingModel(peft_model, memory_limit=2**28, prefix_cache=False, max_length=16)
     tokens = tuple(torch.arange(2, 5 + index % 9) for index in range(NUM))
     labels = torch.arange(NUM) % 3 if is_classifier else torch.zeros(0, dtype=torch.int64)
-    made = make_task(model, Records({"input_ids": tokens}, labels, 0), noise_multiplier=1.0)
-    every = PoissonSampler(num_registered=NUM, expected_batch_size=NUM, source=made.noise)
-    return on_meta(model), replace(made, sampler=every)
+    every = PoissonSampler(num_registered=NUM, expected_batch_size=NUM, source=SeededSource(0))
+    task = make_task(model, Records({"input_ids": tokens}, labels, 0), sampler=every, noise_multiplier=1.0)
+    return on_meta(model), task
 
 
 @pytest.mark.parametrize("compute", [_private_gradients, _plain_gradients])
