@@ -81,13 +81,20 @@ def test_other_weights_than_those_of_the_training_are_refused(saved, tiny_bert, 
         fedpriv.learning.adapters.load(str(other), folder)
 
 
-def test_an_adapter_that_says_too_little_of_itself_is_refused_in_one_line(saved, tiny_bert):
-    _, folder = saved
-    convention = json.loads((folder / "fedpriv.json").read_text())
+def test_an_adapter_of_another_origin_or_version_or_that_says_too_little_of_itself_is_refused(saved, tiny_bert):
+    file = saved[1] / "fedpriv.json"
+    convention = json.loads(file.read_text())
+    damaged = r"fedpriv\.json: damaged; it needs pooling, one .* base_weights$"
     for key in ("base_model", "base_weights", "labels", "pooling"):
-        (folder / "fedpriv.json").write_text(json.dumps({k: v for k, v in convention.items() if k != key}))
-        with pytest.raises(InputError, match=r"fedpriv\.json: damaged; it needs pooling, one .* base_weights$"):
-            fedpriv.learning.adapters.load(str(tiny_bert), folder)
+        file.write_text(json.dumps({k: v for k, v in convention.items() if k != key}))
+        with pytest.raises(InputError, match=damaged):
+            fedpriv.learning.adapters.load(str(tiny_bert), file.parent)
+    file.write_text('{"version": 2}')
+    with pytest.raises(InputError, match="version 2"):
+        fedpriv.learning.adapters.load(str(tiny_bert), file.parent)
+    file.unlink()
+    with pytest.raises(InputError, match=r"fedpriv\.json: missing"):
+        fedpriv.learning.adapters.load(str(tiny_bert), file.parent)
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 90868376\n"
@@ -210,18 +217,16 @@ def test_the_pooling_of_the_folder_is_that_of_its_library(folder, settings, kind
     assert found[0].tolist() == pytest.approx((expected * pooling.STATE_SCALE).tolist(), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "first"),
-    [
-        ({}, ""),
-        ({"query": "query: ", "passage": "passage: "}, "query: "),
-        ({"query": "", "document": ""}, ""),
-        ({"default": "skin "}, "skin "),
-    ],
-)
-def test_the_prompt_is_that_of_classification_else_the_default_else_query(folder, prompts, first):
-    write(folder, {PROMPTS: {"prompts": prompts, "default_prompt_name": "default" if "default" in prompts else None}})
-    assert pooling.described(str(folder)).prompt == first
+def test_the_prompt_is_that_of_classification_else_the_default_else_query(folder):
+    """The test above has one of classification beside the default."""
+    for prompts, default, first in (
+        ({}, None, ""),
+        ({"query": "query: ", "passage": "passage: "}, None, "query: "),
+        ({"query": "", "document": ""}, None, ""),
+        ({"default": "skin "}, "default", "skin "),
+    ):
+        write(folder, {PROMPTS: {"prompts": prompts, "default_prompt_name": default}})
+        assert pooling.described(str(folder)).prompt == first
 
 
 def test_lower_case_and_a_prompt_are_the_tokenizers_own_when_it_is_saved_and_leave_the_side_of_the_cut(

@@ -145,13 +145,19 @@ def test_restoring_gives_the_same_bits_as_before():
     assert torch.equal(gradients(build(model), records)[0], expected)
 
 
-def test_whatever_a_run_trains_one_file_serves(tmp_path, monkeypatch):
-    """A coordinator chooses layers, targets and rules: each must not leave another copy of the base on a node."""
-    monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path))
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where all processes of a user have one file of each model, however small."""
+    monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(base_formats, "_LEAST_BYTES", 1)
+    return tmp_path / "cache"
+
+
+def test_whatever_a_run_trains_one_file_serves(folder):
+    """A coordinator chooses layers, targets and rules: each must not leave another copy of the base on a node."""
     for trains, layers in (("lora", "all"), ("lora", "last-1"), ("lora-r", "1"), ("weights", "all"), ("head", "all")):
         to_bfloat16(peft_model("bert", layers=layers, trains=trains))
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_the_prefix_cache_takes_half_the_memory_and_gives_the_same_bits_from_a_file():
@@ -331,13 +337,6 @@ def test_what_cannot_be_quantised_is_said_in_one_line(monkeypatch):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDPRIV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(base_formats, "_LEAST_BYTES", 1)
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def weights():
     return {"a": torch.randn(300, 200).bfloat16(), "b": torch.randn(7).bfloat16()}
 
@@ -404,21 +403,18 @@ def test_a_file_with_other_contents_is_not_used(folder, weights, damage, caplog)
     assert caplog.text
 
 
-def test_without_a_folder_the_weights_stay_the_processs_own(folder, weights):
-    folder.write_text("a file")
-    assert_equal(base_formats._shared(weights), weights)
+def test_where_no_file_pays_off_or_none_can_be_written_the_weights_stay_the_processs_own(folder, weights, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(base_formats, "_LEAST_BYTES", 2**20)
+        assert_equal(base_formats._shared(weights), weights)
+    assert not folder.exists(), "small models have no file"
 
-
-def test_a_full_disk_leaves_nothing_behind(folder, weights, monkeypatch):
     def full(*_args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.link", full)
     assert_equal(base_formats._shared(weights), weights)
-    assert not list(folder.iterdir())
-
-
-def test_small_models_have_no_file(folder, weights, monkeypatch):
-    monkeypatch.setattr(base_formats, "_LEAST_BYTES", 2**20)
+    assert not list(folder.iterdir()), "a full disk leaves nothing behind"
+    folder.rmdir()
+    folder.write_text("a file")
     assert_equal(base_formats._shared(weights), weights)
-    assert not folder.exists()

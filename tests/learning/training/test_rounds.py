@@ -4,7 +4,6 @@ What the server makes of a round's sum is the weighted average of the uploads th
 by public numbers whether A and B are trained, and says why.
 """
 
-import dataclasses
 import math
 from collections import Counter
 from dataclasses import replace
@@ -181,21 +180,27 @@ def of_sum(config, spec, found, start, survivors, believed):
     return mean_upload(start, spec, mean_of_sum(config, spec, SIZES, total, believed))
 
 
+NORMALIZED = {"sampling_probability": 0.5, "normalize_features": True}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "phase"),
     [
-        {"sampling_probability": 0.25},
-        {"sampling_probability": 1.0, "client_weights": "root-records"},
-        {"batch_size": 8},
-        {"batch_size": 8, "clipping": "batch"},
-        {"sampling_probability": 0.5, "noise_on": "upload", "local_steps": 3, "optimizer": "adamw"},
-        {"sampling_probability": 0.5, "clipping": "split", "normalize_features": True, "client_weights": "uniform"},
+        ({"sampling_probability": 0.25}, {}),
+        ({"sampling_probability": 1.0, "client_weights": "root-records"}, {}),
+        ({"batch_size": 8}, {}),
+        ({"batch_size": 8, "clipping": "batch"}, {}),
+        ({"sampling_probability": 0.5, "noise_on": "upload", "local_steps": 3, "optimizer": "adamw"}, {}),
+        (NORMALIZED | {"clipping": "split", "client_weights": "uniform"}, {}),
+        (NORMALIZED, {"trains": "head", "centred": True}),
+        (NORMALIZED, {"trains": "head", "objective": "class-sums"}),
+        (NORMALIZED, {"lora_learning_rate": 0.05, "bias_scale": 3.0}),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_the_average_of_the_sum_is_that_of_the_uploads(model, make_records, changes):
+def test_the_average_of_the_sum_is_that_of_the_uploads(model, make_records, changes, phase):
     config = parse(BASE | changes)
-    spec = UpdateSpec.of(config)
+    spec = replace(UpdateSpec.of(config), **phase)
     found, start = updates(model, make_records, config, spec)
     for survivors in ((0, 1, 2), (0, 2)):
         expected = averaged(config, found, survivors)
@@ -206,20 +211,6 @@ def test_the_average_of_the_sum_is_that_of_the_uploads(model, make_records, chan
         assert max(moved.values()) > 1e-3, "the updates changed something"
         wrong = of_sum(config, spec, found, start, survivors, (1,))
         assert any(not torch.allclose(wrong[name], expected[name], atol=1e-4) for name in expected)
-
-
-def test_phases_of_a_head_with_centred_features_and_rates_of_their_own_agree_too(model, make_records):
-    config = parse(BASE | {"sampling_probability": 0.5, "normalize_features": True})
-    for changes in (
-        {"trains": "head", "centred": True},
-        {"trains": "head", "objective": "class-sums"},
-        {"lora_learning_rate": 0.05, "bias_scale": 3.0},
-    ):
-        spec = dataclasses.replace(UpdateSpec.of(config), **changes)
-        found, start = updates(model, make_records, config, spec)
-        summed = of_sum(config, spec, found, start, SIZES, SIZES)
-        for name, tensor in averaged(config, found, SIZES).items():
-            torch.testing.assert_close(summed[name], tensor, atol=1e-5, rtol=1e-5, msg=f"{changes} {name}")
 
 
 def test_a_vector_beyond_its_share_is_clamped_and_the_noise_is_that_of_the_terms(model, make_records):
@@ -253,6 +244,9 @@ def test_with_many_records_most_rounds_train_a_and_b_with_most_of_the_budget():
     schedule = RunSchedule.of(with_learning_rates(calibrated(config, MANY, INITIAL), MANY, INITIAL))
     assert [(phase.name, phase.num_rounds) for phase in schedule.phases] == [("start", 1), ("head", 13), ("all", 39)]
     assert not decided(parse(AUTO | {"target_epsilon": 0.5}), MANY, INITIAL)[0].lora_rounds, "less budget is a reason"
+    for train in ("all", "head"):
+        config = parse(AUTO | {"train": train})
+        assert decided(config, MANY, INITIAL) == (config, ""), "any other choice is left alone"
 
 
 def test_adam_steps_less_far_where_there_is_more_noise_or_there_are_more_rounds():
@@ -319,9 +313,3 @@ def test_with_few_records_the_head_alone_is_trained_as_a_run_of_the_head_trains_
     assert not config.lora_rounds
     assert reason.startswith("train = auto: the head alone")
     assert config.rounds == parse(AUTO | {"train": "head"}).rounds
-
-
-def test_any_other_choice_is_left_alone():
-    for train in ("all", "head"):
-        config = parse(AUTO | {"train": train})
-        assert decided(config, MANY, INITIAL) == (config, "")
