@@ -13,6 +13,7 @@ PROMPT, RESPONSE = "What is flu?", "A viral disease."
 LONG = 1000
 PLAIN = ChatFormat()
 CHATS = ChatFormat(has_messages=True)
+KIND = ChatFormat(system_prompt="You are kind.")
 
 
 @pytest.fixture(scope="module")
@@ -186,29 +187,24 @@ def test_a_length_without_room_beside_the_template_is_refused(tokenizer):
     smallest = frame_length(tokenizer) + 3
     assert f"max_length = {smallest - 1}: must be at least {smallest}" in refused(tokenizer, max_length=smallest - 1)
     PLAIN.check(tokenizer, model="m", max_length=smallest)
-    chat = ChatFormat(system_prompt="You are kind.")
-    assert "system_prompt" in refused(tokenizer, chat=chat, max_length=smallest)
+    assert "system_prompt" in refused(tokenizer, chat=KIND, max_length=smallest)
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "chat", "reason"),
     [
-        ("{% for m in messages %}{{ m['content'] }}{% endfor %}{{ add_generation_prompt }}", "does not begin"),
-        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", "turn's text once"),
-        ("{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}", "turn's text once"),
-        ("{% for m in", "chat template cannot be used"),
-        (None, "has no chat template, .*text_column"),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}{{ add_generation_prompt }}", PLAIN, "does not begin"),
+        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", PLAIN, "turn's text once"),
+        ("{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}", PLAIN, "turn's text once"),
+        ("{% for m in", PLAIN, "chat template cannot be used"),
+        (None, PLAIN, "has no chat template, .*text_column"),
+        (INST, KIND, r"with a system_prompt \(no system turns\)"),
     ],
 )
-def test_templates_that_cannot_be_used_are_refused(template, reason):
-    assert re.search(reason, refused(chat_tokenizer(template)))
-
-
-def test_a_template_that_takes_no_system_turn_refuses_a_system_prompt():
-    tokenizer = chat_tokenizer(INST)
-    PLAIN.check(tokenizer, model="m", max_length=LONG)
-    message = refused(tokenizer, chat=ChatFormat(system_prompt="You are kind."))
-    assert "with a system_prompt (no system turns)" in message
+def test_templates_that_cannot_be_used_are_refused(template, chat, reason):
+    assert re.search(reason, refused(chat_tokenizer(template), chat=chat))
+    if template == INST:
+        PLAIN.check(chat_tokenizer(template), model="m", max_length=LONG)
 
 
 @pytest.mark.parametrize("texts", [{"system_prompt": "You § are kind."}, {"prompt_template": "§ {}"}])

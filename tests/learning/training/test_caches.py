@@ -20,9 +20,9 @@ from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import per_sample_gradients
-from fedpriv.learning.training.rehearsal import rehearse
 from fedpriv.learning.training.stacked import local_update, stacked_updates
 from tests.learning.training.test_isolation import with_tokens
+from tests.learning.training.test_rehearsal import rehearse
 from tests.learning.training.test_sensitivity import SPEC, task_from
 from tests.marks import slow
 from tests.tiny import tiny_causal
@@ -320,8 +320,7 @@ def test_a_record_that_is_unusable_or_fails_counts_as_zero_and_no_other(node, ma
 
 
 def test_room_is_reserved_by_the_registered_number_alone(node, make_records):
-    values = {"merged": {}, "max_length": 40, "num_labels": 3, "num_registered": 17}
-    rehearse(node, adapter=read(node.peft_model), spec=HEAD, **values)
+    rehearse(node, spec=HEAD, num_registered=17)
     assert node.features.bytes_in_memory == 17 * WIDTH * 4
     for num in (3, 30):
         local_update(node, head_task(node, make_records(num), num_registered=30))
@@ -330,13 +329,12 @@ def test_room_is_reserved_by_the_registered_number_alone(node, make_records):
 
 @pytest.mark.parametrize("trains", ["head", "all"])
 def test_a_rehearsal_leaves_what_is_kept_of_records(node, make_records, passes, trains):
-    values = {"merged": {}, "max_length": 40, "num_labels": 3, "num_registered": 40}
     spec = dataclasses.replace(HEAD, trains=trains, num_rounds=1000)
     task = head_task(node, make_records(40), trains=trains, num_rounds=1000)
-    rehearse(node, adapter=task.adapter, spec=spec, **values)
+    rehearse(node, adapter=task.adapter, spec=spec)
     local_update(node, task)
     prefix = node.cache.prefix.layers[0].register_forward_hook(lambda *_: passes.append(0))
-    rehearse(node, adapter=task.adapter, spec=dataclasses.replace(spec, clipping="per-tensor"), **values)
+    rehearse(node, adapter=task.adapter, spec=dataclasses.replace(spec, clipping="per-tensor"))
     passes.clear()
     local_update(node, task)
     prefix.remove()

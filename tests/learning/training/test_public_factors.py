@@ -266,15 +266,8 @@ def test_a_user_who_names_answers_and_columns_gets_a_model_that_answers(folder, 
     """Beside the commoner answer, and the model before."""
     (tmp_path / "texts.csv").write_text(table(300))
     keys = KEYS | {"model": str(folder), "data": str(tmp_path / "texts.csv"), "public_data": True, "delta": 1e-3}
-    keys |= {
-        "seed": 0,
-        "num_clients": 3,
-        "partition": "iid",
-        "target_epsilon": 8,
-        "generated_answers": 0,
-        "comparison": False,
-    }
-    keys |= {"memory_limit_mb": 8, "evaluate_every": 10, "rounds": 12}
+    keys |= {"seed": 0, "num_clients": 3, "partition": "iid", "target_epsilon": 8, "rounds": 12, "evaluate_every": 10}
+    keys |= {"generated_answers": 0, "comparison": False, "memory_limit_mb": 8}
     config = parse(keys)
     assert config.prompt_template == "{}\n\nAnswer with one of: negative, positive."
     assert (config.aggregation, config.factors, config.learning_rate) == ("fed-sb", "answers", "auto")

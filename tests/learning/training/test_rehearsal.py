@@ -12,7 +12,7 @@ from fedpriv.learning.adapters._arithmetic import Product, factors_of
 from fedpriv.learning.training import rehearsal, workbench
 from fedpriv.learning.training._passes import RECORDS_OF_A_STEP, padded
 from fedpriv.learning.training.model import TrainingModel
-from fedpriv.learning.training.rehearsal import rehearse, synthetic_records
+from fedpriv.learning.training.rehearsal import synthetic_records
 from fedpriv.privacy.mechanisms.sources import SecureSource
 from tests.learning.training.test_sensitivity import SPEC, make_task
 from tests.marks import slow
@@ -27,10 +27,11 @@ def changed(**changes):
     return dataclasses.replace(SPEC, **changes)
 
 
-def run(model, **changes):
+def rehearse(model, **changes):
+    """The pace of a rehearsal, of the usual update unless told otherwise."""
     values = {"adapter": read(model.peft_model), "merged": {}, "spec": SPEC, "max_length": 40, "num_labels": 3}
     values |= {"num_registered": 40}
-    return rehearse(model, **{**values, **changes})
+    return rehearsal.rehearse(model, **{**values, **changes})
 
 
 def test_there_is_a_synthetic_record_of_every_padded_length(model, make_records):
@@ -54,27 +55,27 @@ def test_a_failure_in_any_shape_is_raised(model, cached):
         model.cache = None
     for _ in range(2):  # it is not remembered as rehearsed
         with pytest.raises(MemoryError, match="too long"):
-            run(model)
+            rehearse(model)
 
 
 def test_what_the_request_causes_is_raised(model):
     with pytest.raises(ValueError, match="optimizer"):
-        run(model, spec=changed(optimizer="lion"))
+        rehearse(model, spec=changed(optimizer="lion"))
     with pytest.raises(ValueError, match="on one side only"):
-        run(model, adapter={})
+        rehearse(model, adapter={})
     with pytest.raises(InputError, match=r"a bert model cannot train here .*out of bounds"):
-        run(model, num_labels=300)
-    run(model)
+        rehearse(model, num_labels=300)
+    rehearse(model)
     for _ in range(2):  # although other values worked, these are not remembered as rehearsed
         with pytest.raises(ValueError, match="clip_norm"):
-            run(model, spec=changed(clip_norm=1e-200))
+            rehearse(model, spec=changed(clip_norm=1e-200))
 
 
 def test_it_leaves_the_model_and_its_cache_as_they_were_and_draws_nothing(model, monkeypatch):
     monkeypatch.setattr(SecureSource, "words", lambda *_: pytest.fail("drew from a secure source"))
     before = {name: tensor.clone() for name, tensor in model.peft_model.state_dict().items()}
     merged = {name: Product(0.1 * b, a) for name, (b, a) in factors_of(model.initial).items()}
-    run(model, merged=merged)
+    rehearse(model, merged=merged)
     after = model.peft_model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert model.cache.bytes_in_memory == 40 * 40 * 4 * 64, "the room for the registered records"
@@ -92,7 +93,7 @@ HEAD = {"trains": "head", "sampling_probability": 1.0}
     ],
 )
 def test_an_update_that_was_rehearsed_runs(model, make_records, changes):
-    run(model, spec=changed(**changes))
+    rehearse(model, spec=changed(**changes))
     rehearsal.local_update(model, make_task(model, make_records(40, shortest=1, longest=40), **changes))
 
 
@@ -110,14 +111,14 @@ def computed(monkeypatch):
 
 
 def test_what_was_rehearsed_is_not_rehearsed_again_and_other_values_are_tried_on_one_record(model, computed):
-    run(model)
+    rehearse(model)
     assert max(computed) > 1
     computed.clear()
-    run(model, adapter={name: tensor + 1 for name, tensor in read(model.peft_model).items()})
+    rehearse(model, adapter={name: tensor + 1 for name, tensor in read(model.peft_model).items()})
     assert not computed
     for changes in ({"learning_rate": 0.1}, {"clip_norm": 3.0}, {"noise_multiplier": 2.0}):
         computed.clear()
-        run(model, spec=changed(**changes))
+        rehearse(model, spec=changed(**changes))
         assert computed == [1]
 
 
@@ -125,16 +126,16 @@ def test_what_was_rehearsed_is_not_rehearsed_again_and_other_values_are_tried_on
     "changes", [{"local_steps": 1}, *slow({"clipping": "batch"}, {"batch_size": 9}, {"optimizer": "adamw"})]
 )
 def test_what_computes_in_another_way_is_rehearsed_in_full(model, computed, changes):
-    run(model)
+    rehearse(model)
     in_full = computed.copy()
-    run(model, spec=changed(**changes))
+    rehearse(model, spec=changed(**changes))
     assert computed == 2 * in_full
 
 
 def test_what_a_model_remembers_is_bounded(model, monkeypatch, computed):
     monkeypatch.setattr(rehearsal, "_MOST_REMEMBERED", 4)
     for step in range(12):
-        run(model, spec=changed(learning_rate=0.1 + step))
+        rehearse(model, spec=changed(learning_rate=0.1 + step))
     assert len(rehearsal._rehearsed[model]) == 4
     assert computed[-11:] == [1] * 11, "many learning rates made it forget what they have in common"
 
@@ -148,7 +149,7 @@ def test_what_a_model_remembers_is_bounded(model, monkeypatch, computed):
     ],
 )
 def test_room_is_reserved_for_the_registered_records_if_the_caches_pay_off(model, changes, reserved):
-    run(model, spec=changed(**changes), num_registered=40)
+    rehearse(model, spec=changed(**changes), num_registered=40)
     assert model.cache.bytes_in_memory == reserved * 40 * 40 * 4 * 64
     assert model.features.bytes_in_memory == (reserved and "trains" in changes) * 40 * 4 * 64
 
@@ -165,7 +166,7 @@ def test_the_pace_is_that_of_the_slower_of_the_longest_records(model, monkeypatc
         return honest(self, items, cached=cached)
 
     monkeypatch.setattr(TrainingModel, "predictions", predictions)
-    assert run(model).record >= 0.02
+    assert rehearse(model).record >= 0.02
 
 
 def test_seconds_of_an_update_count_whole_workers_and_persons():
@@ -186,7 +187,7 @@ def test_a_model_that_a_length_changes_is_refused_and_not_remembered(model):
     for _ in range(2):
         embeddings.longest = 0
         with pytest.raises(InputError, match=r"a bert model cannot train here \(a pass changes .*longest"):
-            run(model)
+            rehearse(model)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +197,8 @@ def test_a_model_that_a_length_changes_is_refused_and_not_remembered(model):
 def test_a_broadcast_with_which_no_gradient_is_finite_is_refused(model, changes):
     broken = {name: torch.full_like(tensor, 3e38) for name, tensor in read(model.peft_model).items()}
     with pytest.raises(InputError, match=r"a bert model cannot train here \(its losses or gradients are NaN"):
-        run(model, adapter=broken, spec=changed(**changes))
-    run(model, spec=changed(**changes))
+        rehearse(model, adapter=broken, spec=changed(**changes))
+    rehearse(model, spec=changed(**changes))
 
 
 @pytest.mark.slow
