@@ -16,18 +16,17 @@ from tests.cli.command_line import as_json, fedpriv
 from tests.learning.data.test_federated import write
 from tests.marks import slow
 
-ROWS = [
-    {"text": "one two three", "label": "a", "site": "x"},
-    {"text": "one two three", "label": "b", "site": "x"},
-    {"text": "", "label": "b", "site": "y"},
-    {"text": None, "label": None, "site": None},
-    {"text": "one", "label": "b", "site": "y"},
-]
-
 
 @pytest.fixture
 def file(tmp_path):
-    return str(write(tmp_path / "r.jsonl", ROWS))
+    rows = [
+        {"text": "one two three", "label": "a", "site": "x"},
+        {"text": "one two three", "label": "b", "site": "x"},
+        {"text": "", "label": "b", "site": "y"},
+        {"text": None, "label": None, "site": None},
+        {"text": "one", "label": "b", "site": "y"},
+    ]
+    return str(write(tmp_path / "r.jsonl", rows))
 
 
 def test_every_count(file):
@@ -47,17 +46,15 @@ def test_every_count(file):
     assert not {"labels", "clients", "records_without_label"} & describe(file, text="text").keys()
 
 
-PAIRS = [
-    {"q": "what is flu", "a": "a disease", "who": "p1", "site": "x"},
-    {"q": "what is flu", "a": "an infection", "who": "p1", "site": "y"},
-    {"q": "what is flu", "a": "a disease", "who": "p2", "site": "y"},
-    {"q": "what is gout", "a": "", "who": None, "site": "y"},
-]
-
-
 @pytest.fixture
 def pairs(tmp_path):
-    return str(write(tmp_path / "pairs.jsonl", PAIRS))
+    rows = [
+        {"q": "what is flu", "a": "a disease", "who": "p1", "site": "x"},
+        {"q": "what is flu", "a": "an infection", "who": "p1", "site": "y"},
+        {"q": "what is flu", "a": "a disease", "who": "p2", "site": "y"},
+        {"q": "what is gout", "a": "", "who": None, "site": "y"},
+    ]
+    return str(write(tmp_path / "pairs.jsonl", rows))
 
 
 def test_a_pair_repeats_another_only_if_both_texts_do(pairs):
@@ -135,17 +132,15 @@ def test_the_holder_alone_is_told_before_a_run(language, tmp_path, monkeypatch):
     assert "patient" not in Path("t.toml").read_text().lower()
 
 
-ANSWERED = [
-    {"q": "What is flu?", "a": "A viral disease.", "site": "x"},
-    {"q": "What is flu?", "a": "", "site": "x"},
-    {"q": "rash " * 9, "a": "cough " * 90, "site": "y"},
-    {"q": "rash " * 90, "a": "cough", "site": "y"},
-]
-
-
 @pytest.fixture
 def answered(tmp_path):
-    return write(tmp_path / "r.jsonl", ANSWERED)
+    rows = [
+        {"q": "What is flu?", "a": "A viral disease.", "site": "x"},
+        {"q": "What is flu?", "a": "", "site": "x"},
+        {"q": "rash " * 9, "a": "cough " * 90, "site": "y"},
+        {"q": "rash " * 90, "a": "cough", "site": "y"},
+    ]
+    return write(tmp_path / "r.jsonl", rows)
 
 
 @pytest.fixture(scope="module")

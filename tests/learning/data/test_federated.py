@@ -6,6 +6,7 @@ for evaluation, a record's side depends on that record alone.
 
 import csv
 import gzip
+import itertools
 import json
 import math
 from dataclasses import asdict
@@ -343,18 +344,13 @@ def test_natural_partition_ignores_the_order_of_rows():
     assert [sorted(part) for part in turned] == [sorted(part) for part in parts]
 
 
-def mixing(alpha):
-    """Mean distance of a client's share of label a from one half, over 8 seeds."""
-    distances = []
-    for seed in range(8):
-        parts, _ = _partition(TABLE, range(NUM), parse(RULES["dirichlet"] | {"dirichlet_alpha": alpha, "seed": seed}))
-        distances += [abs(sum(COLUMNS["label"][row] == "a" for row in part) / len(part) - 0.5) for part in parts]
-    return sum(distances) / len(distances)
-
-
-# A small alpha gives each client mostly one label, a large one the mixture of the whole; 24 shares each.
 def test_dirichlet_alpha_sets_how_alike_clients_are():
-    assert mixing(0.3) > 2 * mixing(100.0)
+    """A small alpha gives each client mostly one label, a large one the mixture of the whole; 24 shares each."""
+    label_of, distances = dict(zip(COLUMNS["text"], COLUMNS["label"], strict=True)), {0.3: 0.0, 100.0: 0.0}
+    for alpha, seed in itertools.product(distances, range(8)):
+        for part in parts_of("dirichlet", dirichlet_alpha=alpha, seed=seed)[0]:
+            distances[alpha] += abs(sum(label_of[text] == "a" for text in part) / len(part) - 0.5)
+    assert distances[0.3] > 2 * distances[100.0]
 
 
 @pytest.mark.parametrize(
@@ -382,13 +378,9 @@ def test_parts_are_those_of_flowers_own_partitioners(rule, peer):
     assert parts == [partitioner.load_partition(k)["text"][:] for k in range(len(parts))]
 
 
-def text_data(records: list[tuple[str, str, str]]) -> TextData:
-    texts, labels, pairs = zip(*records, strict=True) if records else ((), (), ())
-    return TextData(texts, labels, pairs)
-
-
 def sides(records: list[tuple[str, str, str]], seed: int = 3, fraction: float = 0.4) -> tuple[list, list]:
-    parts = held_out(text_data(records), fraction=fraction, key=str(seed).encode())
+    data = TextData(*zip(*records, strict=True)) if records else TextData((), (), ())
+    parts = held_out(data, fraction=fraction, key=str(seed).encode())
     return tuple(list(zip(p.texts, p.labels, p.pairs, strict=True)) for p in parts)
 
 

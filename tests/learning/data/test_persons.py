@@ -239,14 +239,9 @@ def test_records_of_no_client_are_private_too(private, tmp_path):
             loaded(private, with_others(test, moved(PRIVATE[1], label="a")), **changes)
 
 
-NEAR = [
-    moved(PRIVATE[3], text="The patient has PAIN, in place 3!"),
-    moved(PRIVATE[4], text="the patient\thas pain in place4"),
-]
-
-
 def test_near_duplicates_are_counted_in_one_warning(private, tmp_path):
-    rows = [*OTHERS, *(moved(row, patient="Z") for row in NEAR)]
+    near = {3: "The patient has PAIN, in place 3!", 4: "the patient\thas pain in place4"}
+    rows = [*OTHERS, *(moved(PRIVATE[row], text=text, patient="Z") for row, text in near.items())]
     (line,) = loaded(private, write(tmp_path / "t.csv", rows, COLUMNS)).warnings[-1:]
     assert line.endswith("t.csv': 2 records with the text of one in data but for case, blanks, punctuation")
     others = write(tmp_path / "o.csv", OTHERS, COLUMNS)
@@ -270,14 +265,11 @@ def test_persons_that_a_test_set_does_not_name_are_told(private, tmp_path):
     assert not any("has no column" in line for line in loaded(private, test).warnings)
 
 
-PROMPTS = {"prompt_column": "text", "response_column": "label"}
-
-
 @pytest.mark.parametrize(("answers", "is_shared"), [((), False), (("a", "b"), True)])
 def test_an_answer_is_a_label_and_a_response_a_text(private, tmp_path, answers, is_shared):
     """With a few allowed answers the prompt alone is what is somebody's."""
     test = with_others(tmp_path / "t.csv", moved(PRIVATE[7], label="a", patient="Z"))
-    changes = {**PROMPTS, "answers": list(answers)}
+    changes = {"prompt_column": "text", "response_column": "label", "answers": list(answers)}
     if is_shared:
         with pytest.raises(InputError, match=LAST):
             loaded(private, test, **changes)

@@ -231,10 +231,6 @@ def difference(one: TextData, other: TextData) -> int:
     return ((here - there) + (there - here)).total()
 
 
-def as_bytes(line: str | bytes) -> bytes:
-    return (line.encode() if isinstance(line, str) else line) + b"\n"
-
-
 FILES = {
     "r.csv": csv_lines(),
     "r.tsv": csv_lines("\t"),
@@ -260,11 +256,11 @@ def test_every_format_gives_the_records_in_their_order(tmp_path, name):
     ids=lambda value: repr(value)[:40],
 )
 def test_one_line_changes_what_one_record_is(tmp_path, name, bad, where):
-    lines = FILES[name]
+    lines, line = FILES[name], bad.encode() if isinstance(bad, str) else bad
     num_headers = 0 if name.endswith("jsonl") else 1
     place = {"first": num_headers, "second": num_headers + 1, "last": len(lines)}[where]
     without = own(written(tmp_path / name, lines))
-    with_it = own(written(tmp_path / f"more-{name}", [*lines[:place], as_bytes(bad), *lines[place:]]))
+    with_it = own(written(tmp_path / f"more-{name}", [*lines[:place], line + b"\n", *lines[place:]]))
     assert len(without) == len(RECORDS)
     assert difference(with_it, without) <= 1
 

@@ -52,9 +52,10 @@ def by_hand(model, names, task, mean):
     """Weight and bias after a step, spelled out: features from the model, softmax, clipping record by record."""
     weight, bias = (task.adapter[name].double() for name in names)
     total_of_weight, total_of_bias, num_clipped = torch.zeros_like(weight), torch.zeros_like(bias), 0
-    scale = pooling.BIAS_SCALE
+    scale, fixed = pooling.BIAS_SCALE, {n: t for n, t in task.adapter.items() if n not in model.head_tensors}
+    body = Body(fixed, task.merged)
     for records, index in task.data.items():
-        feature = model.features.features([(records, torch.tensor([index]))], body_of(model, task), keep=False)[0]
+        feature = model.features.features([(records, torch.tensor([index]))], body, keep=False)[0]
         error = torch.softmax(weight @ feature.double() + bias, dim=0)
         error[records.labels[index]] -= 1
         centred = feature.double() - mean.double()
@@ -67,11 +68,6 @@ def by_hand(model, names, task, mean):
     moved = weight - step * total_of_weight
     # In centred coordinates the bias is b + W mu, before and after.
     return moved, bias + weight @ mean.double() - step * scale * total_of_bias - moved @ mean.double(), num_clipped
-
-
-def body_of(model, task):
-    fixed = {name: tensor for name, tensor in task.adapter.items() if name not in model.head_tensors}
-    return Body(fixed, task.merged)
 
 
 @pytest.mark.parametrize("length", [0.0, 0.3, 5.0])

@@ -283,7 +283,17 @@ def test_an_architecture_that_remembers_earlier_records_or_draws_random_numbers_
         admit(unknown_model(monkeypatch, lambda states: states + 0 * torch.randn(states.shape), alone=alone))
 
 
-@pytest.mark.parametrize("kept", ["buffer", "attribute", "tensor", "list", "weight"])
+# {what a module keeps of a pass: how it notes the length}
+NOTES = {
+    "buffer": lambda module, length: module.longest.fill_(length),
+    "attribute": lambda module, length: setattr(module, "longest_so_far", length),
+    "tensor": lambda module, length: setattr(module, "longest_mask", torch.ones(length)),
+    "list": lambda module, length: module.longest_list.append(length),
+    "weight": lambda module, _length: module.word_embeddings.weight.mul_(1.0),
+}
+
+
+@pytest.mark.parametrize("kept", NOTES)
 def test_an_architecture_that_changes_itself_is_refused(monkeypatch, kept):
     model = unknown_model(monkeypatch)
     embeddings = model.peft_model.base_model.model.bert.embeddings
@@ -292,18 +302,7 @@ def test_an_architecture_that_changes_itself_is_refused(monkeypatch, kept):
 
     @torch.no_grad()
     def note(module, _args, states):
-        length = states.shape[1]
-        match kept:
-            case "buffer":
-                module.longest.fill_(length)
-            case "attribute":
-                module.longest_so_far = length
-            case "tensor":
-                module.longest_mask = torch.ones(length)
-            case "list":
-                module.longest_list.append(length)
-            case "weight":
-                module.word_embeddings.weight.mul_(1.0)
+        NOTES[kept](module, states.shape[1])
 
     embeddings.register_forward_hook(note)
     with pytest.raises(InputError, match=r"unheard-of model cannot train here .*a pass changes .*embeddings\."):

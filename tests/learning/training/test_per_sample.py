@@ -117,10 +117,9 @@ def test_gradient_checkpointing_leaves_per_sample_gradients_unchanged():
     def losses(hidden: Tensor) -> Tensor:
         return model[1](hidden.tanh()).squeeze(-1).square()
 
-    expected, _ = per_sample_gradients(trainable_layers(model), lambda: losses(model[0](x)))
-    found, _ = per_sample_gradients(
-        trainable_layers(model), lambda: losses(checkpoint(model[0], x, use_reentrant=False))
-    )
+    layers = trainable_layers(model)
+    expected, _ = per_sample_gradients(layers, lambda: losses(model[0](x)))
+    found, _ = per_sample_gradients(layers, lambda: losses(checkpoint(model[0], x, use_reentrant=False)))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor)
 
@@ -177,6 +176,15 @@ def models(kind: str, *, bfloat16: bool = False, **settings) -> list[TrainingMod
     return found
 
 
+def recomputing(model: TrainingModel, items, *stack: Stack, **options) -> dict[str, Tensor]:
+    """The records' gradients by layers that run again."""
+    options |= {"recomputed": model.recomputed}
+    found, _ = per_sample_gradients(
+        model.layers, lambda: model.predictions(items, cached=False).losses, *stack, **options
+    )
+    return found
+
+
 @pytest.mark.parametrize("layers", ["all", *slow("last-1", "0")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_have_the_same_bits(kind, layers):
@@ -210,15 +218,8 @@ def test_with_a_head_alone_to_train_no_layer_runs_again():
     _, model = models("bert")
     calls = []
     model.recomputed[0].register_forward_hook(lambda *_: calls.append(1))
-    items = random_records(4).items()
     trained = {name for name in model.adapter_names if ".modules_to_save." in name}
-    found, _ = per_sample_gradients(
-        model.layers,
-        lambda: model.predictions(items, cached=False).losses,
-        trained=trained,
-        recomputed=model.recomputed,
-    )
-    assert found.keys() == trained
+    assert recomputing(model, random_records(4).items(), trained=trained).keys() == trained
     assert len(calls) == 1
 
 
@@ -234,30 +235,22 @@ def test_a_layer_keeps_nothing_but_its_input():
             kept.setdefault(name, seen[0]() is not None)
 
         second.register_forward_pre_hook(look)
-        items = random_records(4, classes=0, vocabulary=50).items()
         owners = torch.zeros(4, dtype=torch.int64)
         parameters = {n: p.detach().unsqueeze(0) for n, p in model.peft_model.named_parameters() if p.requires_grad}
-        per_sample_gradients(
-            model.layers,
-            lambda model=model, items=items: model.predictions(items, cached=False).losses,
-            Stack(parameters=parameters, owners=owners),
-            recomputed=model.recomputed,
-        )
+        stack = Stack(parameters=parameters, owners=owners)
+        recomputing(model, random_records(4, classes=0, vocabulary=50).items(), stack)
     assert kept == {"plain": True, "recomputing": False}
 
 
 def test_a_layer_that_is_given_something_else_to_train_is_refused():
     _, model = models("llama")
-    block = model.recomputed[1]
-    block.register_forward_pre_hook(
-        lambda _module, args, options: (args, {**options, "extra": torch.zeros(1, requires_grad=True)}),
-        with_kwargs=True,
-    )
-    items = random_records(2, classes=0, vocabulary=50).items()
+
+    def given_more(_module, args, options):
+        return args, {**options, "extra": torch.zeros(1, requires_grad=True)}
+
+    model.recomputed[1].register_forward_pre_hook(given_more, with_kwargs=True)
     with pytest.raises(ValueError, match="activation_checkpointing = true: a LlamaDecoderLayer takes trained inputs"):
-        per_sample_gradients(
-            model.layers, lambda: model.predictions(items, cached=False).losses, recomputed=model.recomputed
-        )
+        recomputing(model, random_records(2, classes=0, vocabulary=50).items())
 
 
 def with_responses(records: Records, *, seed: int = 3) -> Records:

@@ -123,8 +123,11 @@ def test_persons_of_one_record_each_are_records(model, way, m):
 
 
 def test_a_person_adds_the_clipped_sum_of_the_gradients_of_its_records(model):
-    records = shuffled()
-    by_record = torch.cat([gradient_of(model, records.part([index])) for index in range(len(records))])
+    records, everyone = shuffled(), Everyone(num_registered=40, expected_batch_size=8, source=None)
+    single = dataclasses.replace(records, persons=None)
+    how = {"sampler": everyone, "local_steps": 1, "clip_norm": 30.0}  # which clips nothing, in a record-level update
+    gradients = [sums(model, make_task(model, single.part([index]), **how))[0] for index in range(len(records))]
+    by_record = torch.cat(gradients).float()
     expected = torch.zeros(by_record.shape[1], dtype=torch.float64)
     for _, places in records.by_person:
         total = by_record[places].double().sum(dim=0, keepdim=True)
@@ -132,14 +135,6 @@ def test_a_person_adds_the_clipped_sum_of_the_gradients_of_its_records(model):
     (total,) = sums(model, task_of(model, records, m=7, local_steps=1))
     torch.testing.assert_close(total[0], expected, atol=1e-6, rtol=1e-5)
     assert float(expected.norm()) > CLIP_NORM, "nothing much was added up"
-
-
-def gradient_of(model, record: Records) -> torch.Tensor:
-    """By a clip norm that clips nothing, in a record-level update."""
-    everyone = Everyone(num_registered=40, expected_batch_size=8, source=None)
-    record = dataclasses.replace(record, persons=None)
-    (total,) = sums(model, make_task(model, record, sampler=everyone, local_steps=1, clip_norm=30.0))
-    return total.float()
 
 
 @settings(max_examples=8, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))

@@ -170,20 +170,15 @@ def directions(base, **changes):
     return attach(base, settings(**LEADING | changes), rows=rows)
 
 
-def states_on_random_tokens(base):
-    """[places, in] What `LAYER` reads of texts of the test's own, found by a hook."""
+def test_rows_are_directions_in_which_inputs_are_largest_and_read_as_much_as_random_ones(base):
+    """Oracle: the inputs on other random tokens, found by a hook, of which no other rows of this rank hold more."""
     seen, layer = [], base.model.get_submodule(LAYER.removeprefix("base_model.model."))
     hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][:, 4:].flatten(0, 1)))
     tokens = torch.randint(0, len(base.tokenizer), (300, 60), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         base.model(input_ids=tokens)
     hook.remove()
-    return torch.cat(seen).double()
-
-
-def test_rows_are_directions_in_which_inputs_are_largest_and_read_as_much_as_random_ones(base):
-    """Oracle: the inputs on other random tokens, of which no other rows of this rank hold more."""
-    states = states_on_random_tokens(base)
+    states = torch.cat(seen).double()
     model = directions(base)
     a = model.get_submodule(LAYER).lora_A["default"].weight.double()
     gram = a @ a.T

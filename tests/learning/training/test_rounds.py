@@ -167,12 +167,6 @@ def updates(model, make_records, config, spec):
     return dict(zip(SIZES, execute_stacked(model, tasks), strict=True)), start
 
 
-def averaged(config, found, survivors):
-    """The weighted average of their uploads."""
-    weights = weights_by_size(client_masses(config, {client: SIZES[client] for client in survivors}))
-    return weighted_average([found[client].adapter for client in weights], list(weights.values()))
-
-
 def of_sum(config, spec, found, start, survivors, believed):
     """What a server makes of the sum of the survivors' terms, if it believes that it is that of these clients."""
     grid = grid_of(config, spec, SIZES)
@@ -203,7 +197,8 @@ def test_the_average_of_the_sum_is_that_of_the_uploads(model, make_records, chan
     spec = replace(UpdateSpec.of(config), **phase)
     found, start = updates(model, make_records, config, spec)
     for survivors in ((0, 1, 2), (0, 2)):
-        expected = averaged(config, found, survivors)
+        weights = weights_by_size(client_masses(config, {client: SIZES[client] for client in survivors}))
+        expected = weighted_average([found[client].adapter for client in weights], list(weights.values()))
         summed = of_sum(config, spec, found, start, survivors, survivors)
         moved = {name: float((tensor - start[name]).abs().max()) for name, tensor in expected.items()}
         for name, tensor in expected.items():

@@ -37,14 +37,6 @@ class Copies(TorchDispatchMode):
         return result
 
 
-def on_meta(model: TrainingModel) -> TrainingModel:
-    """The model, made with its values, on the device without any."""
-    model.initial = {name: tensor.clone() for name, tensor in model.initial.items()}
-    model.peft_model.to(META)
-    model.device, model._footprint = META, replace(model._footprint, on_cpu=False)
-    return model
-
-
 @pytest.fixture(params=["classifier", "language model"])
 def task(request, encoder, monkeypatch):
     """A model on the device, and a task for it whose records have several lengths."""
@@ -61,7 +53,11 @@ def task(request, encoder, monkeypatch):
     labels = torch.arange(NUM) % 3 if is_classifier else torch.zeros(0, dtype=torch.int64)
     every = PoissonSampler(num_registered=NUM, expected_batch_size=NUM, source=SeededSource(0))
     task = make_task(model, Records({"input_ids": tokens}, labels, 0), sampler=every, noise_multiplier=1.0)
-    return on_meta(model), task
+    # Made with its values, it goes to the device without any.
+    model.initial = {name: tensor.clone() for name, tensor in model.initial.items()}
+    model.peft_model.to(META)
+    model.device, model._footprint = META, replace(model._footprint, on_cpu=False)
+    return model, task
 
 
 @pytest.mark.parametrize("compute", [_private_gradients, _plain_gradients])
