@@ -50,25 +50,23 @@ def test_it_is_the_plain_sum_in_double_precision_whatever_the_order_of_clients_a
     assert all(torch.equal(part[name], drawn(seed)[name]) for seed, part in enumerate(parts) for name in "Ab"), "copied"
 
 
+NO_B, TURNED = {"A": torch.zeros(3, 5)}, {"A": torch.zeros(5, 3), "b": torch.zeros(4)}
+
+
 @pytest.mark.parametrize(
-    ("parts", "weights", "message"),
+    ("weigh", "message"),
     [
-        ([], [], ">= 1"),
-        ([drawn(0)], [0.5, 0.5], "equally many"),
-        ([drawn(0), drawn(1)], [0.5, 0.4], "sum to"),
-        ([drawn(0), {"A": torch.zeros(3, 5)}], [0.5, 0.5], "names or shapes"),
-        ([drawn(0), {"A": torch.zeros(5, 3), "b": torch.zeros(4)}], [0.5, 0.5], "names or shapes"),
+        (lambda: weighted_average([], []), ">= 1"),
+        (lambda: weighted_average([drawn(0)], [0.5, 0.5]), "equally many"),
+        (lambda: weighted_average([drawn(0), drawn(1)], [0.5, 0.4]), "sum to"),
+        (lambda: weighted_average([drawn(0), NO_B], [0.5, 0.5]), "names or shapes"),
+        (lambda: weighted_average([drawn(0), TURNED], [0.5, 0.5]), "names or shapes"),
+        *((lambda sizes=sizes: weights_by_size(sizes), "size") for sizes in ({}, {0: 0}, {0: 5, 1: -1})),
     ],
 )
-def test_what_does_not_fit_is_refused(parts, weights, message):
+def test_uploads_that_do_not_fit_and_impossible_sizes_are_refused(weigh, message):
     with pytest.raises(ValueError, match=message):
-        weighted_average(parts, weights)
-
-
-@pytest.mark.parametrize("sizes", [{}, {0: 0}, {0: 5, 1: -1}])
-def test_impossible_sizes_are_refused(sizes):
-    with pytest.raises(ValueError, match="size"):
-        weights_by_size(sizes)
+        weigh()
 
 
 # ---------------------------------------------------------------- the start of a head
@@ -104,6 +102,10 @@ def test_without_noise_the_head_is_the_class_means_less_their_mean_and_its_rows_
     assert torch.allclose(head[WEIGHT], 20 * (means - means.mean(dim=0)) + features.mean(dim=0), atol=1e-4)
     assert torch.equal(head[BIAS], torch.zeros(3))
     assert torch.equal(head[B], torch.ones(2, 2))
+    without = started(model(bias=False), uploads(features, labels, 3, bias=False), noise=0.0).adapter
+    sums = uploads(features, labels, 3)[WEIGHT]
+    even = 20 * 3 * (sums - sums.mean(dim=0))
+    assert torch.allclose(without[WEIGHT], even, atol=1e-4), "without a bias, classes count as even"
 
 
 @pytest.mark.parametrize("noise", [1e-4, 1e-2, 0.1])
@@ -154,13 +156,6 @@ def test_a_round_s_noise_in_the_mean_of_the_rows_is_taken_out_and_no_prediction_
     features, _ = records()
     one, two = (torch.log_softmax(features @ head[WEIGHT].T, dim=1) for head in (after.adapter, moved))
     assert torch.allclose(one, two, atol=1e-5)
-
-
-def test_a_head_without_a_bias_has_even_classes():
-    features, labels = records()
-    without = started(model(bias=False), uploads(features, labels, 3, bias=False), noise=0.0).adapter
-    sums = uploads(features, labels, 3)[WEIGHT]
-    assert torch.allclose(without[WEIGHT], 20 * 3 * (sums - sums.mean(dim=0)), atol=1e-4)
 
 
 def test_the_head_s_earlier_weights_do_not_matter():

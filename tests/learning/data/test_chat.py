@@ -113,13 +113,10 @@ def test_of_several_prompts_the_oldest_is_cut_first(tokenizer):
     assert (given.count("<|im_start|>"), learned) == (4, RESPONSE + "<|im_end|>")
 
 
-def test_any_length_from_the_smallest_on_keeps_some_of_the_response(tokenizer):
+def test_any_length_from_the_smallest_on_keeps_some_of_the_response_and_none_holds_a_frame_alone(tokenizer):
     smallest = frame_length(tokenizer) + 3  # a token of the prompt, one of the response, and the end
     for length in range(smallest, smallest + 12):
         assert sum(row_of(tokenizer, "flu " * 40, "rash " * 40, max_length=length)[RESPONSE_MASK]) >= 1
-
-
-def test_a_chat_whose_frame_alone_is_too_long_is_unusable(tokenizer):
     text = users_are(*["flu"] * 41)
     assert row_of(tokenizer, text, RESPONSE, chat=CHATS, max_length=100) is None
     assert row_of(tokenizer, text, RESPONSE, chat=CHATS) is not None

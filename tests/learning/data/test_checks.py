@@ -46,26 +46,19 @@ def test_every_count(file):
     assert not {"labels", "clients", "records_without_label"} & describe(file, text="text").keys()
 
 
-@pytest.fixture
-def pairs(tmp_path):
+def test_a_pair_repeats_another_only_if_both_texts_do_and_persons_with_several_records_are_counted(tmp_path):
     rows = [
         {"q": "what is flu", "a": "a disease", "who": "p1", "site": "x"},
         {"q": "what is flu", "a": "an infection", "who": "p1", "site": "y"},
         {"q": "what is flu", "a": "a disease", "who": "p2", "site": "y"},
         {"q": "what is gout", "a": "", "who": None, "site": "y"},
     ]
-    return str(write(tmp_path / "pairs.jsonl", rows))
-
-
-def test_a_pair_repeats_another_only_if_both_texts_do(pairs):
+    pairs = str(write(tmp_path / "pairs.jsonl", rows))
     found = describe(pairs, text="q", text_pair="a")
     assert found["duplicate_pairs"] == 1
     assert "duplicate_texts" not in found
     assert (found["empty_texts"], found["empty_second_texts"]) == (0, 1)
     assert found["words"]["p100"] == 5.0, "both texts are of one record"
-
-
-def test_persons_with_several_records_are_counted(pairs):
     found = describe(pairs, text="q", client="site", person="who")
     expected = {"persons": 2, "persons_with_several_records": 1, "most_records_of_a_person": 2}
     expected |= {"records_without_person": 1, "persons_at_several_clients": 1}

@@ -98,9 +98,12 @@ def test_what_is_no_file_is_one_line_naming_the_key(source, message):
     assert "\n" not in str(caught.value)
 
 
-def test_csv_values_stay_as_written_and_a_missing_label_renames_no_other(tmp_path):
+def test_values_stay_as_written_missing_texts_are_empty_and_a_missing_label_renames_no_other(tmp_path):
     data = to_text(read_table(write(tmp_path / "r.csv", "text,label", ["NA,007", "007,NA"])), parse({}))
     assert (data.texts, data.labels) == (("NA", "007"), ("007", "NA"))
+    first, *rest = ['{"text": null, "label": "a", "other": "x"}', '{"text": "t", "label": "b", "other": null}']
+    data = to_text(read_table(write(tmp_path / "r.jsonl", first, rest)), parse({"text_pair_column": "other"}))
+    assert (data.texts, data.pairs, data.labels) == (("", "t"), ("x", ""), ("a", "b"))
     source = write(tmp_path / "r.csv", "text,label", [*(f"r{i},{i % 2}" for i in range(20)), "last,"])
     assert federation(source).label_names == ("0", "1")
 
@@ -140,13 +143,6 @@ def test_a_data_set_on_the_hub_and_a_parquet_file_have_their_values_and_the_name
     assert read_table("some/name:test").columns == values | {"label": ["yes", None]}
     found.to_parquet(tmp_path / "r.parquet")
     assert read_table(str(tmp_path / "r.parquet")).names_of("label") == ["yes", None]
-
-
-def test_missing_texts_count_as_empty_and_pairs_stay_aligned(tmp_path):
-    rows = ['{"text": null, "label": "a", "other": "x"}', '{"text": "t", "label": "b", "other": null}']
-    (tmp_path / "r.jsonl").write_text("\n".join(rows))
-    data = to_text(read_table(str(tmp_path / "r.jsonl")), parse({"text_pair_column": "other"}))
-    assert (data.texts, data.pairs, data.labels) == (("", "t"), ("x", ""), ("a", "b"))
 
 
 def test_missing_column_names_key_column_and_what_there_is(tmp_path):

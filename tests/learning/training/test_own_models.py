@@ -202,15 +202,11 @@ def mask(shape, **drawn) -> torch.Tensor:
     return torch.rand(shape, **drawn) > 0.5
 
 
-class Tied(nn.Module):
+class Tied(Tokens):
     """Uses the embedding's weight again at the output."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 5)
-
     def forward(self, tokens):
-        return self.words(tokens).mean(dim=1) @ self.words.weight.T
+        return super().forward(tokens) * self.words.weight.sum()
 
 
 def same_masks(x: torch.Tensor) -> torch.Tensor:

@@ -60,12 +60,6 @@ def model(tiny_bert):
     return training_model(tiny_bert, alone=True)
 
 
-@pytest.fixture(scope="module")
-def sharing(tiny_bert):
-    """The same model, whose records share passes as in a simulation."""
-    return training_model(tiny_bert, alone=False)
-
-
 def training_model(tiny_bert, *, alone):
     base = load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3)
     peft_model = move(attach(base, LoraSettings(rank=4, layers="last-1")))
@@ -182,7 +176,8 @@ def test_the_order_of_persons_changes_no_bit(model, monkeypatch, way, num_worker
 
 
 @pytest.mark.parametrize("way", ["all", "head", *slow("cached", "split")])
-def test_records_that_share_passes_give_the_same_sums(model, sharing, monkeypatch, way):
+def test_records_that_share_passes_as_in_a_simulation_give_the_same_sums(model, tiny_bert, monkeypatch, way):
+    sharing = training_model(tiny_bert, alone=False)
     how = {"local_steps": 1, **WAYS[way]}
     (expected,) = sums(model, task_of(model, shuffled(), **how))
     (found,) = sums(sharing, task_of(sharing, shuffled(), **how))
