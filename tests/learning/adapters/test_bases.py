@@ -229,9 +229,7 @@ def test_the_prompt_is_that_of_classification_else_the_default_else_query(folder
         assert pooling.described(str(folder)).prompt == first
 
 
-def test_lower_case_and_a_prompt_are_the_tokenizers_own_when_it_is_saved_and_leave_the_side_of_the_cut(
-    folder, tmp_path
-):
+def test_lower_case_and_a_prompt_are_the_saved_tokenizers_own_and_leave_the_side_of_the_cut(folder, tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     write(folder, {"tokenizer_config.json": {**settings, "truncation_side": "left"}})
     write(folder, {LENGTH: {"do_lower_case": True}, PROMPTS: {"prompts": {"query": "pain "}}})

@@ -278,6 +278,10 @@ def test_names_that_match_none_or_only_in_part_decide_nothing_silently(tiny_bert
         logits(partly, labels=LABELS)
     assert load_base(str(partly), task="SEQ_CLS", labels=LABELS, normalize=True).new_modules == ("classifier",)
     assert load_base(str(partly), task="SEQ_CLS", labels=LABELS[:2]).new_modules == ("classifier",)
+    assert load_base(str(partly), task="SEQ_CLS", num_labels=3).new_modules == ()
+    for normalize in (False, True):
+        other = load_base(str(partly), task="SEQ_CLS", num_labels=5, normalize=normalize)
+        assert (other.new_modules, len(other.model.classifier.weight)) == (("classifier",), 5)
 
 
 def test_every_door_gives_a_class_the_probability_that_the_checkpoint_gives_it(tiny_bert, table, tmp_path):

@@ -74,16 +74,6 @@ def test_parameter_names_are_those_of_the_unchanged_transformers_class_but_for_h
     assert (base.new_modules, base.pooling) == (("classifier",), "mean")
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-def test_a_checkpoint_s_head_for_other_labels_is_replaced(tiny_bert, tmp_path, normalize):
-    load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).model.save_pretrained(tmp_path)
-    load_base(str(tiny_bert), task="SEQ_CLS", num_labels=3).tokenizer.save_pretrained(tmp_path)
-    base = load_base(str(tmp_path), task="SEQ_CLS", num_labels=5, normalize=normalize)
-    assert base.model.classifier.weight.shape[0] == 5
-    assert base.new_modules == ("classifier",)
-    assert load_base(str(tmp_path), task="SEQ_CLS", num_labels=3).new_modules == ()
-
-
 def test_weights_that_do_not_fit_the_configuration_are_refused(base, tmp_path):
     base.model.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 96}

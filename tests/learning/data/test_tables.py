@@ -129,9 +129,7 @@ def test_a_record_without_a_holder_or_with_one_that_is_no_name_is_refused(tmp_pa
         federation(str(tmp_path / "r.jsonl"), client_column="site")
 
 
-def test_a_data_set_on_the_hub_and_a_parquet_file_have_their_values_and_the_names_of_their_classes(
-    tmp_path, monkeypatch
-):
+def test_a_data_set_on_the_hub_and_a_parquet_file_have_their_values_and_names_of_classes(tmp_path, monkeypatch):
     text = datasets.Value("string")
     chat = [{"role": "user", "content": "x"}]
     features = {"text": text, "label": datasets.ClassLabel(names=["no", "yes"])}

@@ -89,9 +89,8 @@ def gradients(model, records, *, cached=False):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_float32_up_to_rounding(kind):
     records = records_for(kind)
-    (expected, losses), (found, found_losses) = (
-        gradients(model, records) for model in (build(peft_model(kind)), in_bfloat16(kind))
-    )
+    expected, losses = gradients(build(peft_model(kind)), records)
+    found, found_losses = gradients(in_bfloat16(kind), records)
     assert found.dtype == found_losses.dtype == torch.float32
     assert not torch.equal(found, expected), "the base did not compute in bfloat16"
     torch.testing.assert_close(found_losses, losses, rtol=0.02, atol=0.02)
@@ -221,12 +220,10 @@ def test_auto_takes_bfloat16_only_where_it_saves_enough(monkeypatch, caplog):
 
 
 @in_4_bits
-@pytest.mark.parametrize(
-    ("kind", "num", "padding"), [("bert", 6, "right"), ("llama", 6, "left"), ("llama", 1, "right")]
-)
-def test_gradients_in_4_bits_equal_the_loop(kind, num, padding):
+@pytest.mark.parametrize(("kind", "num", "side"), [("bert", 6, "right"), ("llama", 6, "left"), ("llama", 1, "right")])
+def test_gradients_in_4_bits_equal_the_loop(kind, num, side):
     batch = collate(records_for(kind, num).items())
-    assert_equal_to_loop(of_blocks(kind), left_padded(batch) if padding == "left" else batch)
+    assert_equal_to_loop(of_blocks(kind), left_padded(batch) if side == "left" else batch)
 
 
 @in_4_bits

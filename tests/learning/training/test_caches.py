@@ -30,6 +30,7 @@ from tests.tiny import tiny_causal
 # The tiny BERT's states have 64 values.
 WIDTH = 64
 BYTES_OF_A_TOKEN = 4 * WIDTH
+ROOM = 12 * 40 * BYTES_OF_A_TOKEN  # of twelve records, each as long as may be
 
 
 @pytest.fixture
@@ -126,9 +127,7 @@ def mapped_files(folder):
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
-def test_beyond_the_memory_limit_states_go_to_a_nameless_file_and_gradients_stay_the_same(
-    build, make_records, tmp_path, monkeypatch
-):
+def test_beyond_the_memory_limit_a_nameless_file_holds_the_same_states(build, make_records, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     records = make_records(12)
     model = build(memory_limit=1)
@@ -142,26 +141,22 @@ def test_beyond_the_memory_limit_states_go_to_a_nameless_file_and_gradients_stay
     assert not mapped_files(tmp_path)
 
 
-def test_reserved_room_depends_on_public_numbers_alone_and_serves_one_set_of_records_after_the_other(
-    build, make_records
-):
+def test_reserved_room_depends_on_public_numbers_alone_and_serves_one_set_after_the_other(build, make_records):
     sets = [make_records(1, longest=2), make_records(12), make_records(12, seed=1), make_records(12)]
     expected = [states_of(build(memory_limit=2**30), records) for records in sets]
     model = build(memory_limit=2**30)
     for records, states in zip(sets, expected, strict=True):
         model.reserve_cache(12)  # after the first set the room is there already
         assert all(map(torch.equal, states_of(model, records), states))
-        assert model.cache.bytes_in_memory == 12 * 40 * BYTES_OF_A_TOKEN
+        assert model.cache.bytes_in_memory == ROOM
     assert not torch.equal(expected[1][0], expected[2][0])
     del records, sets
     gc.collect()
-    assert model.cache.bytes_in_memory == 12 * 40 * BYTES_OF_A_TOKEN
+    assert model.cache.bytes_in_memory == ROOM
 
 
-@pytest.mark.parametrize(
-    ("limit", "in_memory"), [(12 * 40 * BYTES_OF_A_TOKEN, True), (12 * 40 * BYTES_OF_A_TOKEN - 1, False)]
-)
-def test_reserved_room_beyond_the_memory_limit_is_a_file_with_all_of_its_blocks(
+@pytest.mark.parametrize(("limit", "in_memory"), [(ROOM, True), (ROOM - 1, False)])
+def test_room_beyond_the_limit_is_a_file_of_all_its_blocks(
     build, make_records, tmp_path, monkeypatch, limit, in_memory
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -176,7 +171,7 @@ def test_reserved_room_beyond_the_memory_limit_is_a_file_with_all_of_its_blocks(
     model.reserve_cache(12)
     assert bool(mapped_files(tmp_path)) != in_memory
     assert len(blocks) == (not in_memory)
-    assert all(size >= 12 * 40 * BYTES_OF_A_TOKEN for size in blocks)
+    assert all(size >= ROOM for size in blocks)
     assert_same(model, make_records(12))
 
 

@@ -75,12 +75,11 @@ def test_perplexity_is_that_of_transformers_own_losses_of_what_is_learned(causal
         records = replace(records, features={"input_ids": records.features["input_ids"]})
     found, total, count = evaluate(model, records), 0.0, 0
     for i, (prompt, response) in enumerate(pairs):
+        tokens = torch.tensor([prompt + response])
         labels = torch.tensor([([-100] * len(prompt) if masked else prompt) + response])
         num = len(response) if masked else len(prompt + response) - 1
         with torch.no_grad():
-            loss = (
-                float(model.peft_model(input_ids=torch.tensor([prompt + response]), labels=labels).loss) if num else 0.0
-            )
+            loss = float(model.peft_model(input_ids=tokens, labels=labels).loss) if num else 0.0
         assert found.tokens.counts[i] == num, "a response that is cut away counts for nothing"
         assert found.tokens.sums[i] == pytest.approx(num * loss, rel=1e-4)
         total, count = total + num * loss, count + num
@@ -295,9 +294,8 @@ def classifier(base):
 
 @pytest.fixture(scope="module")
 def read(base):
-    return partial(
-        tokenize, tokenizer=Fragile(base.tokenizer, RuntimeError(), FAILING), label_names=LABELS, max_length=16
-    )
+    fragile = Fragile(base.tokenizer, RuntimeError(), FAILING)
+    return partial(tokenize, tokenizer=fragile, label_names=LABELS, max_length=16)
 
 
 def counts_of(model: TrainingModel, data: TextData, read) -> torch.Tensor:
@@ -323,9 +321,7 @@ def test_a_causal_model_adds_each_record_s_share_of_correct_tokens(data, num_pro
     assert (hits * 2**20).is_integer()
 
 
-def test_counts_are_those_of_plain_evaluation_and_each_record_moves_them_by_one_and_no_other_record_s_part(
-    classifier, data, read
-):
+def test_counts_are_those_of_plain_evaluation_and_each_record_moves_its_own_alone_by_one(classifier, data, read):
     whole = counts_of(classifier, data, read)
     assert whole[0] / NUM == evaluate(classifier, read(data)).accuracy
     assert whole.sum() == NUM

@@ -186,9 +186,7 @@ GRADIENTS = [{}, {"noise_on": "upload"}, {"clipping": "batch"}, {"trains": "head
 
 @pytest.mark.parametrize("changes", GRADIENTS)
 @pytest.mark.parametrize("alone", [True, *slow(False)])
-def test_an_update_says_to_its_holder_alone_whether_any_record_had_a_gradient(
-    encoder, make_records, caplog, alone, changes
-):
+def test_a_holder_alone_is_told_whether_any_record_had_a_gradient(encoder, make_records, caplog, alone, changes):
     model = TrainingModel(encoder(layers="last-1"), memory_limit=2**30, max_length=16, alone=alone)
     sound = dataclasses.replace(make_records(6), persons=tuple("aabbcc"))
     mute = dataclasses.replace(sound, unusable=torch.ones(6, dtype=torch.bool))
@@ -199,9 +197,8 @@ def test_an_update_says_to_its_holder_alone_whether_any_record_had_a_gradient(
     with caplog.at_level(logging.WARNING):
         found = execute_stacked(model, tasks)
     assert [update.learned for update in found] == [True, True, False, None]
-    assert [line for line in caplog.messages if "noise alone" in line] == [
-        "round 1: 1 of 4 updates are noise alone: no record had a gradient"
-    ]
+    (told,) = (line for line in caplog.messages if "noise alone" in line)
+    assert told == "round 1: 1 of 4 updates are noise alone: no record had a gradient"
 
 
 # ---------------------------------------------------------------- prompts with responses
@@ -295,9 +292,8 @@ def test_a_test_set_without_a_response_is_refused_in_one_line(bench, tmp_path):
 def test_synthetic_records_are_learned_whole_and_of_canaries_the_last_token(bench):
     made = bench()
     synthetic = synthetic_records(made.model, max_length=60, num_labels=0, features=made.features)
-    canaries = random_token_canaries(
-        made.client(0), num=3, num_labels=0, vocabulary=100, num_tokens=8, source=SeededSource("test")
-    )
+    plan = {"num": 3, "num_labels": 0, "vocabulary": 100, "num_tokens": 8}
+    canaries = random_token_canaries(made.client(0), **plan, source=SeededSource("test"))
     pairs = zip(synthetic.features["input_ids"], synthetic.features[RESPONSE_MASK], strict=True)
     assert all(torch.equal(mask, torch.ones_like(ids)) for ids, mask in pairs)
     assert [mask.tolist() for mask in canaries.features[RESPONSE_MASK]] == [[0] * 7 + [1]] * 3

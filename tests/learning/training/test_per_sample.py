@@ -65,9 +65,8 @@ def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     width = batch["input_ids"].shape[1]
     turned = dict(batch)
     for name in ("input_ids", "attention_mask"):
-        turned[name] = torch.stack(
-            [torch.roll(row, width - length) for row, length in zip(batch[name], lengths, strict=True)]
-        )
+        rows = zip(batch[name], lengths, strict=True)
+        turned[name] = torch.stack([torch.roll(row, width - length) for row, length in rows])
     return turned
 
 

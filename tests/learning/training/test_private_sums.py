@@ -25,10 +25,8 @@ NUM_VALUES = 170
 JOINT, TWO = (slice(0, NUM_VALUES),), (slice(0, 120), slice(120, NUM_VALUES))
 
 
-def batch_sizes(source, probability_factor: float = 1.0) -> list[int]:
-    sampler = PoissonSampler(
-        num_registered=NUM_RECORDS, expected_batch_size=round(BATCH * probability_factor), source=source
-    )
+def batch_sizes(source, factor: float = 1.0) -> list[int]:
+    sampler = PoissonSampler(num_registered=NUM_RECORDS, expected_batch_size=round(BATCH * factor), source=source)
     return [len(sampler.draw(NUM_RECORDS)) for _ in range(NUM_DRAWS)]
 
 

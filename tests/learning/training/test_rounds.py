@@ -246,10 +246,8 @@ def test_with_many_records_most_rounds_train_a_and_b_with_most_of_the_budget():
 
 def test_adam_steps_less_far_where_there_is_more_noise_or_there_are_more_rounds():
     many, few = ([size] * 5 for size in (40_000, 2700))
-    keys = AUTO | {"aggregation": "dp-lora"}
-    chosen = (
-        decided(parse(keys | {"rounds": n}), sizes, INITIAL)[0] for sizes, n in ((many, 53), (many, 214), (few, 53))
-    )
+    keys, cases = AUTO | {"aggregation": "dp-lora"}, ((many, 53), (many, 214), (few, 53))
+    chosen = (decided(parse(keys | {"rounds": n}), sizes, INITIAL)[0] for sizes, n in cases)
     rates = [config.lora_server_learning_rate for config in chosen]
     assert rates[0] == 0.02
     assert rates[1] == pytest.approx(0.126 / 160**0.5)

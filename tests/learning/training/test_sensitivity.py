@@ -114,10 +114,8 @@ def test_a_failing_task_yields_its_exception_and_the_others_go_on(model, make_re
 
 # ---------------------------------------------------------------- the sensitivity of each rule
 
-CLIP_NORM, BATCH = 0.8, 4
-ONE_STEP = UpdateSpec.of(
-    RunConfig(rounds=1, local_steps=1, batch_size=BATCH, learning_rate=1.0, clip_norm=CLIP_NORM, noise_multiplier=0.0)
-)
+CLIP_NORM, BATCH = SPEC.clip_norm, 4
+ONE_STEP = dataclasses.replace(SPEC, num_rounds=1, local_steps=1, batch_size=BATCH, learning_rate=1.0)
 
 
 class Everyone(PoissonSampler):
@@ -219,9 +217,7 @@ def uploaded(model, records, rows, monkeypatch, **changes):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_replacing_a_record_moves_an_upload_by_up_to_twice_s_and_nothing_by_more(
-    model, make_records, monkeypatch, optimizer
-):
+def test_replacing_a_record_moves_an_upload_by_twice_s_at_most(model, make_records, monkeypatch, optimizer):
     def moved(rows, others):
         one, other = (
             uploaded(model, make_records(len(each)), each, monkeypatch, optimizer=optimizer)[0]

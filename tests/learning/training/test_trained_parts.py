@@ -266,9 +266,7 @@ def test_the_planned_event_is_that_of_the_trained_tensors(model, make_records, t
         ({"trains": "lora-b", "quantization": "ternary"}, "trains = lora-b: needs .* not sgd and ternary"),
     ],
 )
-def test_what_is_not_defined_is_refused_by_name_before_it_is_charged_and_before_it_is_computed(
-    model, make_records, changes, message
-):
+def test_what_is_not_defined_is_refused_by_name_uncharged_and_uncomputed(model, make_records, changes, message):
     task = make_task(model, make_records(8), **changes)
     with pytest.raises(ValueError, match=message):
         planned_event(task.spec, 0.1, task.adapter)
