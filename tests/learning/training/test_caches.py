@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedpriv.learning.adapters import LoraSettings, attach, lora, read
+from fedpriv.learning.adapters import LoraSettings, attach, lora
 from fedpriv.learning.adapters._arithmetic import Product, factors_of
 from fedpriv.learning.data.records import Records
 from fedpriv.learning.training import stacked
@@ -23,7 +23,7 @@ from fedpriv.learning.training.per_sample import per_sample_gradients
 from fedpriv.learning.training.stacked import local_update, stacked_updates
 from tests.learning.training.test_isolation import with_tokens
 from tests.learning.training.test_rehearsal import rehearse
-from tests.learning.training.test_sensitivity import SPEC, task_from
+from tests.learning.training.test_sensitivity import SPEC, make_task
 from tests.marks import slow
 from tests.tiny import tiny_causal
 
@@ -227,9 +227,7 @@ def node(build):
     return build(memory_limit=2**22, alone=True)
 
 
-def head_task(node, records, *, num_registered=40, **changes):
-    spec = dataclasses.replace(HEAD, **changes)
-    return task_from(read(node.peft_model), records, spec, num_registered=num_registered)
+head_task = partial(make_task, spec=HEAD)
 
 
 def rows_of(node, records, drawn, **changes):

@@ -1,31 +1,24 @@
 """A head's steps with features less their mean: the same model, other coordinates, and noise on all of them."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
-from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import pooling
 from fedpriv.learning.adapters.lora import read
 from fedpriv.learning.training._caches import Body
 from fedpriv.learning.training._coordinates import _centre_of, shifted
-from fedpriv.learning.training.local_update import UpdateSpec, planned_event
+from fedpriv.learning.training.local_update import planned_event
 from fedpriv.learning.training.stacked import local_update, stacked_updates
 from fedpriv.privacy.accounting.events import SubsampledGaussian
-from tests.learning.training.test_sensitivity import task_from
+from tests.learning.training import test_trained_parts as parts
 from tests.learning.training.test_trained_parts import has_variance, made
 
-CLIP_NORM, RATE = 0.4, 0.5
-SPEC = dataclasses.replace(
-    UpdateSpec.of(
-        RunConfig(batch_size=8, local_steps=1, learning_rate=RATE, clip_norm=CLIP_NORM, noise_multiplier=0.0)
-    ),
-    sampling_probability=1.0,
-    trains="head",
-    bias_scale=pooling.BIAS_SCALE,
-    centred=True,
-)
+SPEC = dataclasses.replace(parts.SPEC, trains="head", bias_scale=pooling.BIAS_SCALE, centred=True)
+CLIP_NORM, RATE = SPEC.clip_norm, SPEC.learning_rate
+make_task = partial(parts.make_task, spec=SPEC)
 
 
 @pytest.fixture
@@ -37,10 +30,6 @@ def model(tiny_bert):
 def names(model):
     """Of the head's weight and bias in the adapter."""
     return sorted(model.head_tensors, key=lambda name: name.endswith("bias"))
-
-
-def make_task(adapter, records, *, num_registered=None, seed=0, **changes):
-    return task_from(adapter, records, dataclasses.replace(SPEC, **changes), num_registered=num_registered, seed=seed)
 
 
 def with_mean(adapter, weight, mean):
@@ -74,7 +63,7 @@ def by_hand(model, names, task, mean):
 def test_a_step_is_that_of_centred_features_record_by_record(model, names, make_records, length):
     mean = torch.linspace(-1, 1, model.layers[model.head].module.in_features)
     mean *= length / mean.norm()
-    task = make_task(with_mean(read(model.peft_model), names[0], mean), make_records(20))
+    task = make_task(model, make_records(20), adapter=with_mean(read(model.peft_model), names[0], mean))
     weight, bias, num_clipped = by_hand(model, names, task, mean)
     assert num_clipped, "nothing was clipped, so the test would prove little"
     found = local_update(model, task).adapter
@@ -87,7 +76,7 @@ def test_a_step_is_that_of_centred_features_record_by_record(model, names, make_
 
 def test_each_stacked_client_has_a_centre_of_its_own(model, names, make_records):
     adapters = [with_mean(read(model.peft_model), names[0], mean) for mean in (0.0, 0.5, -2.0)]
-    tasks = [make_task(adapter, make_records(20)) for adapter in adapters]
+    tasks = [make_task(model, make_records(20), adapter=adapter) for adapter in adapters]
     for task, update in zip(tasks, stacked_updates(model, tasks), strict=True):
         for name, tensor in local_update(model, task).adapter.items():
             torch.testing.assert_close(update.adapter[name], tensor, atol=1e-6, rtol=0)
@@ -101,7 +90,9 @@ def test_noise_reaches_every_centred_value_at_its_scale(model, names, make_recor
     adapter = with_mean(read(model.peft_model), names[0], 0.3)
     mean, none = adapter[names[0]].double().mean(dim=0), make_records(0)
     changes = {"noise_multiplier": z, "sampling_probability": q}
-    tasks = [make_task(adapter, none, num_registered=size, seed=s, **changes) for s in range(NUM_UPDATES)]
+    tasks = [
+        make_task(model, none, adapter=adapter, num_registered=size, seed=s, **changes) for s in range(NUM_UPDATES)
+    ]
     updates = stacked_updates(model, tasks)
     assert updates[0].event == SubsampledGaussian(noise_multiplier=z, sampling_probability=q)
     weight, bias = (torch.stack([u.adapter[n].double() - adapter[n].double() for u in updates]) for n in names)
@@ -115,7 +106,7 @@ def test_noise_reaches_every_centred_value_at_its_scale(model, names, make_recor
 
 def test_a_record_moves_the_centred_head_by_no_more_than_the_clip_norm(model, names, make_records):
     adapter = with_mean(read(model.peft_model), names[0], torch.tensor(50.0))
-    found = local_update(model, make_task(adapter, make_records(1))).adapter
+    found = local_update(model, make_task(model, make_records(1), adapter=adapter)).adapter
     mean = adapter[names[0]].double().mean(dim=0)
     weight, bias = (found[name].double() - adapter[name].double() for name in names)
     steps = torch.cat([weight.flatten(), (bias + weight @ mean) / pooling.BIAS_SCALE])
@@ -131,4 +122,4 @@ def test_only_steps_of_a_head_that_is_read_alone_and_has_a_bias_are_centred(mode
             planned_event(dataclasses.replace(SPEC, **changes), 1.0, read(model.peft_model))
     model.features = None
     with pytest.raises(ValueError, match="centred = true: needs a classifier whose head is one linear layer"):
-        local_update(model, make_task(read(model.peft_model), make_records(8)))
+        local_update(model, make_task(model, make_records(8)))

@@ -12,6 +12,7 @@ from fedpriv.learning.data.tensors import num_records
 from fedpriv.learning.training import OwnModel, PoissonSampler, per_sample_gradients, private_step
 from fedpriv.learning.training.per_sample import Stack
 from fedpriv.privacy.mechanisms import SeededSource
+from tests.learning.training.test_per_sample import looped
 from tests.marks import slow
 
 WIDTH, CLASSES = 6, 3
@@ -65,16 +66,6 @@ def sentences(num: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.randint(CLASSES, (num,), generator=generator)
 
 
-def looped(module: nn.Module, losses, batch) -> dict[str, torch.Tensor]:
-    """The oracle: plain autograd, record by record."""
-    found = []
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    for k in range(num_records(batch)):
-        loss = losses(tuple(tensor[k : k + 1] for tensor in batch)).sum()
-        found.append(dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)))
-    return {name: torch.stack([each[name] for each in found]) for name in trained}
-
-
 def images(num: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num, 2, 7, 6, generator=generator), torch.randint(CLASSES, (num,), generator=generator)
@@ -123,7 +114,8 @@ def test_gradients_of_a_step_are_those_of_a_loop_over_records(case):
     losses(make(6))  # once, for layers that learn their size
     model = OwnModel(module, losses, make(6), rows=8)
     found = torch.cat(list(model.gradient_rows(records, range(23))))
-    expected = model.layout.flatten(looped(module, losses, records))
+    single = [tuple(tensor[k : k + 1] for tensor in records) for k in range(23)]
+    expected = model.layout.flatten(looped(module, losses, single))
     assert expected.abs().amax(dim=1).gt(0).all(), "the oracle sees no gradient"
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     together, _ = per_sample_gradients(model.layers, lambda: losses(records))
@@ -134,7 +126,7 @@ def test_gradients_of_a_step_are_those_of_a_loop_over_records(case):
     for client in range(3):
         for name, parameter in model.parameters.items():
             parameter.data.copy_(clients[name][client])
-        alone = model.layout.flatten(looped(module, losses, records))[owners == client]
+        alone = model.layout.flatten(looped(module, losses, single))[owners == client]
         torch.testing.assert_close(model.layout.flatten(stacked)[owners == client], alone, atol=2e-6, rtol=2e-5)
 
 
@@ -291,16 +283,9 @@ def test_trying_a_module_leaves_it_and_the_generator_as_they_were():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def step(model, records, *, probability=0.5, noise_multiplier=1.0, clip_norm=0.1, seed=0, **given):
-    return private_step(
-        model,
-        records,
-        sampler(num_records(records), probability, seed),
-        clip_norm=clip_norm,
-        noise_multiplier=noise_multiplier,
-        noise=SeededSource(seed, "noise"),
-        **given,
-    )
+def step(model, records, *, probability=0.5, seed=0, **given):
+    given = {"clip_norm": 0.1, "noise_multiplier": 1.0, "noise": SeededSource(seed, "noise")} | given
+    return private_step(model, records, sampler(num_records(records), probability, seed), **given)
 
 
 @pytest.fixture
@@ -375,13 +360,9 @@ def test_clipping_and_noise_are_those_of_opacus():
 
     def theirs(noise_multiplier: float) -> torch.Tensor:
         wrapped = opacus.GradSampleModule(twin)
-        optimizer = opacus.optimizers.DPOptimizer(
-            torch.optim.SGD(wrapped.parameters(), lr=0.0),
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=0.1,
-            expected_batch_size=64,
-            generator=torch.Generator().manual_seed(0),
-        )
+        sgd, batch = torch.optim.SGD(wrapped.parameters(), lr=0.0), {"expected_batch_size": 64, "max_grad_norm": 0.1}
+        how = {"noise_multiplier": noise_multiplier, "generator": torch.Generator().manual_seed(0)}
+        optimizer = opacus.optimizers.DPOptimizer(sgd, **batch, **how)
         F.cross_entropy(wrapped(records[0]), records[1], reduction="mean").backward()
         optimizer.step()
         found = torch.cat([parameter.grad.flatten() for parameter in wrapped.parameters()])

@@ -7,6 +7,7 @@ by public numbers whether A and B are trained, and says why.
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,14 +18,14 @@ from fedpriv.learning.adapters import read
 from fedpriv.learning.adapters._arithmetic import INNER_SUFFIX
 from fedpriv.learning.adapters.pooling import BIAS_SCALE
 from fedpriv.learning.aggregation._fedavg import weighted_average, weights_by_size
-from fedpriv.learning.training.local_update import UpdateSpec, UpdateTask
+from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.noise_plan import _num_lora_values, calibrated, decided, with_learning_rates
 from fedpriv.learning.training.rounds import RunSchedule, client_masses, grid_of, mean_of_sum, mean_upload, num_included
 from fedpriv.learning.training.stacked import execute_stacked
 from fedpriv.privacy.accounting.recipe import LORA_PAYS
 from fedpriv.privacy.mechanisms.discrete_gaussian import integers
-from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.learning.training.test_sensitivity import make_task
 
 RATES = {"learning_rate": 13.0, "lora_head_learning_rate": 4.0, "lora_learning_rate": 20.0}
 ONES = dict.fromkeys([*RATES, "start_noise_multiplier"], 1.0)
@@ -152,18 +153,9 @@ def updates(model, make_records, config, spec):
     """{client: its update on its grid}, and the adapter that all of them start from."""
     start = {name: tensor + 0.01 for name, tensor in read(model.peft_model).items()}
     grid = grid_of(config, spec, SIZES)
-    tasks = [
-        UpdateTask(
-            adapter=start,
-            data=make_records(size, seed=size),
-            spec=spec,
-            round=1,
-            sampler=spec.sampler(size, SeededSource(client, "inclusion")),
-            noise=SeededSource(client, "noise"),
-            grid=grid.of(client),
-        )
-        for client, size in SIZES.items()
-    ]
+    own = partial(make_task, model, spec=spec, adapter=start, num_registered=None)
+    tasks = [own(make_records(size, seed=size), seed=client) for client, size in SIZES.items()]
+    tasks = [replace(task, grid=grid.of(client)) for client, task in zip(SIZES, tasks, strict=True)]
     return dict(zip(SIZES, execute_stacked(model, tasks), strict=True)), start
 
 
@@ -283,6 +275,7 @@ def test_more_rounds_draw_fewer_records_each_so_that_they_cost_no_more_passes(ro
         ({}, 12_000, 64, 214, 160),
         ({}, 6_000, 16, 53, 39),
         ({"rank": 8, "alpha": 32.0, "rounds": 30}, 600, 8, 30, 0),
+        ({}, 200, 16, 40, 0),
         pytest.param({"secure_aggregation": True, "target_epsilon": 2.0}, 12_000, 64, 214, 160, marks=pytest.mark.slow),
         pytest.param({}, 600, 16, 40, 0, marks=pytest.mark.slow),
         pytest.param({"rank": 8, "alpha": 32.0}, 12_000, 8, 53, 39, marks=pytest.mark.slow),
@@ -295,14 +288,7 @@ def test_the_rank_and_the_rounds_are_the_most_that_noise_and_configuration_allow
     config, reason = decided(configured, [size] * 5, inner | {"head.weight": torch.zeros(2, 384)})
     assert (config.trained_rank, config.rounds, config.lora_rounds) == (rank, rounds, joint)
     assert (config.rank, config.alpha) == (configured.rank, configured.alpha), "nodes release by these"
+    assert joint or changes or rounds == parse(AUTO | {"train": "head"}).rounds, "as a run of the head trains it"
     trained = f"R of rank {rank} and head" if joint else "the head alone"
     measured = f"the noise in R of rank {min(rank, 16)}"
     assert reason.startswith(f"train = auto: {trained}, since nu^2 d, {measured}, would be ")
-
-
-def test_with_few_records_the_head_alone_is_trained_as_a_run_of_the_head_trains_it():
-    inner = {f"0{INNER_SUFFIX}": torch.zeros(64, 64), "head.weight": torch.zeros(2, 384)}
-    config, reason = decided(parse(AUTO), [200] * 5, inner)
-    assert not config.lora_rounds
-    assert reason.startswith("train = auto: the head alone")
-    assert config.rounds == parse(AUTO | {"train": "head"}).rounds

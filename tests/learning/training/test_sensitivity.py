@@ -24,21 +24,17 @@ from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 SPEC = UpdateSpec.of(RunConfig(local_steps=3, batch_size=8, learning_rate=0.5, clip_norm=0.7, noise_multiplier=0.0))
 
 
-def task_from(adapter, records, spec, *, num_registered=None, seed=0, sampler=None):
-    """Samples as the specification says unless a sampler is given."""
+def make_task(model, records, *, spec=SPEC, adapter=None, num_registered=40, seed=0, sampler=None, **changes):
+    """Of the model's adapter or another; it samples as the specification says unless a sampler is given."""
+    spec = dataclasses.replace(spec, **changes)
     return UpdateTask(
-        adapter=adapter,
+        adapter=adapter or read(model.peft_model),
         data=records,
         spec=spec,
         round=1,
         sampler=sampler or spec.sampler(num_registered or len(records), SeededSource(seed, "inclusion")),
         noise=SeededSource(seed, "noise"),
     )
-
-
-def make_task(model, records, *, adapter=None, num_registered=40, seed=0, sampler=None, **changes):
-    of = {"num_registered": num_registered, "seed": seed, "sampler": sampler}
-    return task_from(adapter or read(model.peft_model), records, dataclasses.replace(SPEC, **changes), **of)
 
 
 @pytest.fixture
@@ -129,7 +125,7 @@ def updated(model, records, spec, sampler=None):
     """The tensors before, and the update; of every record unless sampled, so that two runs differ in one of them."""
     start = read(model.peft_model)
     sampler = sampler or Everyone(num_registered=BATCH, expected_batch_size=BATCH, source=SeededSource(0))
-    update = local_update(model, task_from(start, records, spec, sampler=sampler))
+    update = local_update(model, make_task(model, records, spec=spec, sampler=sampler))
     lora.write_parameters(model.parameters, start)
     return start, update
 

@@ -3,28 +3,26 @@
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from scipy.stats import chi2
 
-from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import INNER_SUFFIX, LoraSettings, attach, leading_block, load_base, pooling, read, write
 from fedpriv.learning.training import stacked
 from fedpriv.learning.training._coordinates import _value_factors
 from fedpriv.learning.training._passes import class_sum_losses
-from fedpriv.learning.training.local_update import OBJECTIVES, TRAINED_PARTS, UpdateSpec, planned_event
+from fedpriv.learning.training.local_update import OBJECTIVES, TRAINED_PARTS, planned_event
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.stacked import local_update, stacked_updates
 from fedpriv.privacy.accounting.events import SubsampledGaussian
-from tests.learning.training.test_sensitivity import task_from
+from tests.learning.training import test_sensitivity as local
 from tests.marks import slow
 from tests.tiny import move
 
-SPEC = dataclasses.replace(
-    UpdateSpec.of(RunConfig(batch_size=8, local_steps=1, learning_rate=0.5, clip_norm=0.4, noise_multiplier=0.0)),
-    sampling_probability=1.0,
-)
+SPEC = dataclasses.replace(local.SPEC, local_steps=1, clip_norm=0.4, sampling_probability=1.0)
+make_task = partial(local.make_task, spec=SPEC, num_registered=None)
 SCALED = {"bias_scale": pooling.BIAS_SCALE}
 
 
@@ -44,11 +42,6 @@ def model(tiny_bert):
 def inner(tiny_bert):
     """The same with R between frozen factors."""
     return made(tiny_bert, "lora-r")
-
-
-def make_task(model, records, *, num_registered=None, seed=0, **changes):
-    spec = dataclasses.replace(SPEC, **changes)
-    return task_from(read(model.peft_model), records, spec, num_registered=num_registered, seed=seed)
 
 
 def is_trained(name, trains):
