@@ -18,7 +18,6 @@ from fedpriv.config import ON_NODES, parse, to_toml
 from fedpriv.errors import InputError
 from fedpriv.learning.adapters import LoraSettings, attach, freeze, load_base, pooling, read, save
 from fedpriv.learning.data import DataSource
-from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.per_sample import per_sample_gradients
 from fedpriv.learning.training.workbench import Workbench
@@ -170,8 +169,7 @@ def test_per_sample_gradients_of_head_and_lora_are_autograds_one_by_one(kind):
     items = random_records(6).items()
 
     def losses(items=items):
-        logits, batch = model.logits(items, cached=False)
-        return predictions(logits, batch).losses
+        return model.predictions(items, cached=False).losses
 
     found, _ = per_sample_gradients(model.layers, losses)
     expected = looped(model.peft_model, losses, [[item] for item in items])

@@ -44,17 +44,12 @@ def model(build):
     return build(memory_limit=2**30)
 
 
-def gradients(model, records, indices, *, cached):
-    def losses():
-        logits, batch = model.logits(records.items(indices), cached=cached)
-        return predictions(logits, batch).losses
-
-    return per_sample_gradients(model.layers, losses)[0]
-
-
 def assert_same(model, records):
-    indices = [3, 0, 11, 7]
-    plain, cached = (gradients(model, records, indices, cached=flag) for flag in (False, True))
+    items = records.items([3, 0, 11, 7])
+    plain, cached = (
+        per_sample_gradients(model.layers, lambda flag=flag: model.predictions(items, cached=flag).losses)[0]
+        for flag in (False, True)
+    )
     for name in plain:
         torch.testing.assert_close(cached[name], plain[name], atol=1e-5, rtol=1e-4, msg=name)
 

@@ -118,8 +118,8 @@ def test_a_unit_of_r_moves_its_own_answer_by_about_one(base, scaling):
     model, _found = attached(base, rank=2, alpha=2 * scaling)
     rows = _public_records(base.tokenizer, ChatFormat(), ANSWERS, 60)
     tokens = public_factors.spoken_tokens([row["input_ids"][row["response_mask"].index(1) :] for row in rows[:2]])
-    inner = next(parameter for name, parameter in model.named_parameters() if ".R." in name)
-    assert inner.shape == (len(tokens), 48)
+    layer = model.get_submodule(f"{LAYER}.lora_B.default.R")
+    assert [parameter.shape for parameter in layer.parameters()] == [(len(tokens), 48)]
 
     def logits():
         with torch.no_grad():
@@ -130,9 +130,7 @@ def test_a_unit_of_r_moves_its_own_answer_by_about_one(base, scaling):
     before, moved = logits(), []
     for column in range(len(tokens)):
         bias = torch.zeros(len(tokens)).index_fill(0, torch.tensor(column), 0.01)
-        handle = model.get_submodule(f"{LAYER}.lora_B.default.R").register_forward_hook(
-            lambda _, __, output, bias=bias: output + bias
-        )
+        handle = layer.register_forward_hook(lambda _, __, output, bias=bias: output + bias)
         moved.append((logits() - before).mean(0) / 0.01)
         handle.remove()
     torch.testing.assert_close(torch.stack(moved), torch.eye(len(tokens)), atol=0.05, rtol=0)

@@ -12,7 +12,6 @@ import torch
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters import lora, read
 from fedpriv.learning.training import stacked as module
-from fedpriv.learning.training._passes import predictions
 from fedpriv.learning.training.local_update import ClientUpdate, UpdateSpec, UpdateTask, planned_event
 from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.private_sums import PoissonSampler
@@ -51,8 +50,7 @@ def by_hand(peft_model, task, model):
         total = {name: torch.zeros_like(p) for name, p in parameters.items()}
         for index in indices:
             peft_model.zero_grad()
-            logits, batch = model.logits(task.data.items([index]), cached=False)
-            predictions(logits, batch).losses.sum().backward()
+            model.predictions(task.data.items([index]), cached=False).losses.sum().backward()
             length = torch.sqrt(sum(p.grad.square().sum() for p in parameters.values()))
             for name, parameter in parameters.items():
                 total[name] += parameter.grad * min(1.0, task.spec.clip_norm / float(length))
