@@ -30,23 +30,22 @@ from fedpriv.learning.training.workbench import load_frozen
 from tests.tiny import BATCH, LABELS, move
 
 HUB = "sentence-transformers/all-MiniLM-L6-v2"
+MPNET = ("mpnet", "all-mpnet-base-v2", "sentence-transformers/all-mpnet-base-v2")
 
 
-@pytest.mark.parametrize(
-    ("name", "public"),
-    [
-        ("all-MiniLM-L6-v2", HUB),
-        (HUB, HUB),
-        ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
-        ("google-bert/bert-base-uncased", "google-bert/bert-base-uncased"),
-        ("/home/anna/models/bert", "bert"),
-        ("~anna/models/bert", "bert"),
-        ("./models/bert", "bert"),
-        ("models/small.gguf", "small.gguf"),
-    ],
-)
-def test_a_base_is_called_what_others_call_it_and_never_by_a_path(name, public):
-    assert public_name(name) == public
+def test_a_base_is_called_what_others_call_it_and_never_by_a_path():
+    expected = {
+        "all-MiniLM-L6-v2": HUB,
+        HUB: HUB,
+        "SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "google-bert/bert-base-uncased": "google-bert/bert-base-uncased",
+        "/home/anna/models/bert": "bert",
+        "~anna/models/bert": "bert",
+        "./models/bert": "bert",
+        "models/small.gguf": "small.gguf",
+        **dict.fromkeys(MPNET, MPNET[-1]),
+    }
+    assert {name: public_name(name) for name in expected} == expected
 
 
 @pytest.fixture
@@ -142,16 +141,14 @@ def test_a_folder_that_is_no_whole_model_is_one_line_with_its_file_and_its_cure(
 
 
 def test_mpnet_has_three_names_and_one_folder_or_is_the_hubs(tmp_path, monkeypatch):
-    names = ("mpnet", "all-mpnet-base-v2", "sentence-transformers/all-mpnet-base-v2")
-    assert {locations.public_name(name) for name in names} == {names[-1]}
     monkeypatch.setattr(locations.sys, "prefix", str(tmp_path))
-    for name in names[:2]:
+    for name in MPNET[:2]:
         with pytest.raises(InputError, match="is not here; run `make mpnet`"):
             locations.locate(name)
-    assert locations.locate(names[-1]) is None
+    assert locations.locate(MPNET[-1]) is None
     folder = tmp_path / "share" / "fedpriv" / "all-mpnet-base-v2"
     folder.mkdir(parents=True)
-    assert {locations.locate(name) for name in names} == {folder}
+    assert {locations.locate(name) for name in MPNET} == {folder}
 
 
 def test_parts_are_joined_in_order_checked_and_unpacked_whole(tmp_path):

@@ -61,22 +61,19 @@ def test_a_rule_of_ones_own_keeps_the_default_recipe_with_the_servers_step_that_
     assert not why_recipe({"aggregation": "median"})
 
 
-@pytest.mark.parametrize(
-    ("values", "given"),
-    [
-        ({"rounds": 5, "batch_size": 64}, "batch_size = 64"),
-        ({"local_steps": 3}, "local_steps = 3"),
-        ({"aggregation": "flora"}, "aggregation = flora"),
-        ({"mechanism": "lmo"}, "mechanism = lmo"),
-        ({"model": "own:", "data": "in-memory"}, "a model of your own"),
-        ({"prompt_column": "question"}, "prompt_column = question"),
-        ({"batch_size": "by recipe"}, None),
-        ({"batch_size": 64, "recipe": "per-sample"}, None),
-        ({"rounds": 5, "local_steps": 1}, None),
-    ],
-)
-def test_what_implies_another_recipe_is_said(values, given):
-    assert (f"which {given} implies: " in why_recipe(values)) if given else not why_recipe(values)
+def test_what_implies_another_recipe_is_said():
+    for given, values in {
+        "batch_size = 64": {"rounds": 5, "batch_size": 64},
+        "local_steps = 3": {"local_steps": 3},
+        "aggregation = flora": {"aggregation": "flora"},
+        "mechanism = lmo": {"mechanism": "lmo"},
+        "a model of your own": {"model": "own:", "data": "in-memory"},
+        "prompt_column = question": {"prompt_column": "question"},
+    }.items():
+        assert f"which {given} implies: " in why_recipe(values)
+    for values in ({"batch_size": "by recipe"}, {"batch_size": 64, "recipe": "per-sample"}):
+        assert not why_recipe(values)
+    assert not why_recipe({"rounds": 5, "local_steps": 1})
 
 
 def test_it_is_the_first_line_of_a_run(small_run, tmp_path, capsys):

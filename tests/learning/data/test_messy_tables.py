@@ -189,18 +189,15 @@ TWO_HOLDERS |= {"St. A": "St. B", "Nord": "Nordost", "Ost": "Ist"}
 TWO_LABELS = {"250.1": "250.10", "1.000": "1", "A01": "A1", "10": "100", "1": "-1"}
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
+def test_names_that_are_meant_to_be_two_pass():
+    for columns in (
         *({"clients": [one] * 100 + [other] * 20} for one, other in TWO_HOLDERS.items()),
         *({"labels": [one] * 30 + [other] * 20} for one, other in TWO_LABELS.items()),
         {"clients": ["Nord"] * 100 + ["Nort"] * 21},  # close, with as many records
         {"clients": MANY_HOLDERS * 3},
         {"persons": [f"{row // 4 - 1}" for row in range(200)]},  # numbered from zero on
-    ],
-)
-def test_names_that_are_meant_to_be_two_pass(columns):
-    assert findings(**columns) == {}
+    ):
+        assert findings(**columns) == {}
 
 
 def test_labels_agreed_on_are_right_and_what_is_close_to_them_is_not():
