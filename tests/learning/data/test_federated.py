@@ -27,6 +27,13 @@ from fedpriv.learning.data.text import TextData
 from tests.marks import slow
 
 ROWS = [{"text": f"record {i}", "label": "ab"[i % 2], "site": f"s{i % 3}", "second": f"pair {i}"} for i in range(60)]
+# Of ninety records, where their number matters.
+RULES = {
+    "natural": {"client_column": "site"},
+    "iid": {"partition": "iid", "num_clients": 4},
+    "dirichlet": {"partition": "dirichlet", "num_clients": 3, "dirichlet_alpha": 5.0},
+    "sizes": {"partition": "sizes", "client_sizes": [50, 30, 10]},
+}
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 
@@ -65,16 +72,10 @@ def texts(data):
     return [text for client in data.clients for text in client.texts]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"client_column": "site"},
-        {"partition": "iid", "num_clients": 4},
-        {"partition": "dirichlet", "num_clients": 3, "dirichlet_alpha": 5.0},
-        {"partition": "sizes", "client_sizes": [30, 10, 8]},
-        {},
-    ],
-)
+FEW = {"partition": "sizes", "client_sizes": [30, 10, 8]}
+
+
+@pytest.mark.parametrize("settings", [*(RULES | {"sizes": FEW}).values(), {}])
 def test_partitions_and_test_set_are_disjoint_complete_and_repeatable(file, settings):
     data = federation(file, **settings)
     assert sorted([*texts(data), *data.test.texts]) == sorted(row["text"] for row in ROWS)
@@ -298,12 +299,6 @@ COLUMNS = {
     "site": [("north", "east", "south")[min(i // 20, 2)] for i in range(NUM)],
 }
 TABLE = Table("rows", COLUMNS)
-RULES = {
-    "natural": {"client_column": "site"},
-    "iid": {"partition": "iid", "num_clients": 4},
-    "dirichlet": {"partition": "dirichlet", "num_clients": 3, "dirichlet_alpha": 5.0},
-    "sizes": {"partition": "sizes", "client_sizes": [50, 30, 10]},
-}
 
 RECORDS = st.lists(st.tuples(st.text(), st.sampled_from(["a", "b"]), st.text()), max_size=30)
 

@@ -17,6 +17,7 @@ from fedpriv.learning.data import DataSource, load
 from fedpriv.learning.data.federated import held_out, load_own
 from fedpriv.learning.data.hospital import generate
 from fedpriv.learning.data.text import TextData, at_most, by_person
+from tests.learning.data.test_federated import RULES
 from tests.tiny import LABELS, WORDS
 
 HEADER = ("text", "label", "site", "patient")
@@ -51,12 +52,7 @@ def sides(*parts: TextData) -> list[set[str]]:
     return [set(part.persons or ()) for part in parts]
 
 
-PARTITIONS = {
-    "natural": {"client_column": "site"},
-    "iid": {"partition": "iid", "num_clients": 3},
-    "dirichlet": {"partition": "dirichlet", "num_clients": 3, "dirichlet_alpha": 5.0},
-    "sizes": {"partition": "sizes", "client_sizes": [20, 10, 5]},
-}
+PARTITIONS = RULES | {"sizes": {"partition": "sizes", "client_sizes": [20, 10, 5]}}
 
 
 @pytest.mark.parametrize("rule", PARTITIONS)
