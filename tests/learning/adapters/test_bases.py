@@ -171,6 +171,8 @@ def test_parts_are_joined_in_order_checked_and_unpacked_whole(tmp_path):
     assert (out / "config.json").read_text() == "model/config.json" * 100
 
 
+# ---------------------------------------------------------------- as its folder describes it
+
 TYPE = "sentence_transformers.models."
 MODULES = [
     {"idx": number, "name": str(number), "path": path, "type": TYPE + kind}

@@ -150,6 +150,8 @@ def test_a_plain_text_gets_an_end_where_there_is_room():
     assert (found.num_cut(tokenizer.eos_token_id), found.num_cut(None)) == (1, 0), "records without their end"
 
 
+# ---------------------------------------------------------------- choices of each record
+
 AB = ("hot tea", "cold tea")
 
 # Of the Hub: (values of the columns, what names the right one, labels).

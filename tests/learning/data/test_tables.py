@@ -184,6 +184,8 @@ def test_no_file_written_while_loading_holds_a_private_record(tmp_path, monkeypa
     assert not [file for file in files if b"PRIVATE" in file.read_bytes() or "fedpriv" in file.name]
 
 
+# ---------------------------------------------------------------- records of a node
+
 LABELS = ("0", "1")
 RECORDS = [("a cough", "0"), ('fever, and\ta "cold"', "1"), ("", "0"), ("naïve  text ", "1"), ("7", "0")]
 

@@ -31,9 +31,7 @@ from tests.tiny import move, random_records
 WORKERS = (1, 3, 2, 5, 7)
 
 
-def training_model(
-    kind: str, *, normalize: bool = False, alone: bool = True, bfloat16: bool = False, **settings: Any
-) -> TrainingModel:
+def training_model(kind: str, *, normalize=False, alone=True, bfloat16=False, **settings: Any) -> TrainingModel:
     task = "SEQ_CLS" if kind in ENCODERS else "CAUSAL_LM"
     settings = {"rank": 4, "task": task, "target_modules": TARGETS.get(kind, ())} | settings
     peft_model = move(attach(random_base(kind, normalize=normalize), LoraSettings(**settings)))
@@ -44,9 +42,7 @@ def training_model(
     return model
 
 
-def gradients(
-    model: TrainingModel, clients: list[tuple[Records, list[int]]], *, cached: bool, num_workers: int = 1
-) -> list[torch.Tensor]:
+def gradients(model, clients: list[tuple[Records, list[int]]], *, cached: bool, num_workers=1) -> list[torch.Tensor]:
     """[client] The per-sample gradients of the drawn records, [records, values], in the order of drawing."""
     rounds, num_registered = (1000, 8) if cached else (1, 16)
     sampler = PoissonSampler(num_registered=num_registered, expected_batch_size=8, source=SeededSource())

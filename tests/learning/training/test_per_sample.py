@@ -256,6 +256,9 @@ def test_a_layer_that_is_given_something_else_to_train_is_refused():
         recomputing(model, random_records(2, classes=0, vocabulary=50).items())
 
 
+# ---------------------------------------------------------------- losses, whole and sliced
+
+
 def with_responses(records: Records, *, seed: int = 3) -> Records:
     """The same records with prompts of random lengths; the first response is empty."""
     generator = torch.Generator().manual_seed(seed)
