@@ -49,6 +49,11 @@ LOADED = {
         {"fedpriv.holder.vault._service"},
         MODELS | TABLES | {"flwr", "ray", "dp_accounting", "scipy.signal", "scipy.stats"},
     ),
+    "import simulations": ({"simulations"}, MODELS | {"flwr", "ray", "numpy", "pandas", "pydantic", "rich"}),
+    "import fedpriv.runs.show._report_page": (
+        {"fedpriv.runs.show._report_page"},
+        {"torch", "flwr", "ray", "matplotlib.pyplot"},
+    ),
     # Both apps and the vault's answers.
     "import simulations.engines.federation": ({"clients.app", "server.app"}, TABLES | {"ray", "dp_accounting"}),
 }

@@ -21,6 +21,8 @@ from simulations.sweeps import plan
 from simulations.sweeps.command import sweep
 from tests.marks import slow
 from tests.notes import Notes
+from tests.server import parts
+from tests.server.parts import StopsAfter
 from tests.tiny import LABELS
 
 
@@ -137,14 +139,6 @@ def test_accounts_by_number_are_carried_on_where_it_is_known_whose_they_are(run,
         run("three", size)
 
 
-class Interrupted(LogObserver):
-    """Stops the run after its first round."""
-
-    def round_done(self, row):
-        if row.round == 1:
-            raise KeyboardInterrupt
-
-
 @pytest.fixture
 def own_table(table, tmp_path):
     """A copy of the table, to be changed."""
@@ -188,7 +182,7 @@ def test_a_run_is_not_resumed_on_other_records(small_run, own_table, tmp_path, l
     values = small_run | {"data": str(own_table), "out": str(out)}
     values |= {"ledger": str(tmp_path / "ledger.sqlite")} if ledger else {}
     with pytest.raises(KeyboardInterrupt):
-        federation.run(parse(values), Interrupted())
+        federation.run(parse(values), StopsAfter(1))
     resumed = parse(read(out / "config.toml") | {"resume": str(out)})
     before, content = (out / "rounds.csv").read_bytes(), own_table.read_bytes()
     for how, why in CHANGES.items():
@@ -223,8 +217,7 @@ def test_a_process_that_runs_twice_reads_a_corrected_table_again(small_run, own_
     """Before, the second run in a notebook trained on the records of the first."""
     digests = []
     for name in ("one", "two"):
-        values = {"data": str(own_table), "rounds": 1, "out": str(tmp_path / name)}
-        federation.run(parse(small_run | values), LogObserver())
+        parts.run(small_run, tmp_path / name, data=str(own_table), rounds=1)
         file = tmp_path / name / "data.json"
         assert file.stat().st_mode & 0o77 == 0, "digests tell of records"
         digests.append(json.loads(file.read_text())["holders"])

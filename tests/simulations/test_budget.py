@@ -9,15 +9,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from fedpriv.config import BY_RECIPE, parse
+from fedpriv.config import BY_RECIPE
 from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.ledger.reader import holder_names, path_of, reading, verify_with_head
 from fedpriv.runs import files
-from server.observer import LogObserver
-from simulations.engines import federation
 from tests.chats import chat_model
 from tests.notes import Notes
+from tests.server import parts
+from tests.server.parts import summary
 from tests.tiny import write_table
 
 SIZES = [8, 10, 12, 14, 17, 20, 24, 30, 40, 60, 90, 150]
@@ -30,12 +30,7 @@ TARGETED = {"target_epsilon": TARGET, "noise_multiplier": BY_RECIPE}
 
 def run(values: dict[str, object], out: Path, **changes: object) -> tuple[Path, list[str]]:
     observer = Notes()
-    federation.run(parse({**values, **changes, "out": str(out)}), observer)
-    return out, observer.notes
-
-
-def summary_of(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
+    return parts.run(values, out, observer, **changes), observer.notes
 
 
 @pytest.fixture(scope="module", params=[FEW_SIZES, pytest.param(SIZES, marks=pytest.mark.slow)], ids=len)
@@ -65,30 +60,30 @@ def on_local(budgeted, tmp_path_factory) -> tuple[Path, list[str]]:
 
 def assert_budget_is_kept(folder: Path, view: str) -> dict:
     """Nobody passes an epsilon of 4 in any round, and the smaller a client, the earlier it retires; the summary."""
-    summary = summary_of(folder)
+    told = summary(folder)
     clients = pd.read_csv(folder / "clients.csv")
     rounds = clients.groupby("client")["round"].max()
-    assert summary["num_rounds"] == ROUNDS
-    assert 0 < sum(client["retired"] is not None for client in summary["clients"]) < len(rounds)
+    assert told["num_rounds"] == ROUNDS
+    assert 0 < sum(client["retired"] is not None for client in told["clients"]) < len(rounds)
     assert rounds.is_monotonic_increasing, "the smaller the client, the earlier it retires"
     assert rounds.iloc[0] < rounds.iloc[-1] == ROUNDS
-    assert max(client[f"epsilon_{view}"] for client in summary["clients"]) <= 4
+    assert max(client[f"epsilon_{view}"] for client in told["clients"]) <= 4
     assert clients[f"epsilon_{view}"].max() <= 4, "not in any round"
     assert max(epsilons(folder / "ledger.sqlite", view).values()) <= 4
-    return summary
+    return told
 
 
 def test_clients_keep_a_budget_on_the_local_view_and_are_told_when_they_retire(on_local):
     folder, notes = on_local
-    summary = assert_budget_is_kept(folder, "local")
+    told = assert_budget_is_kept(folder, "local")
     assert notes[0].startswith(f"budget_epsilon allows fewer than the {ROUNDS} rounds")
     # Every round costs the same on this view, so the notice is exact.
-    retired = {client["client"]: client["rounds"] for client in summary["clients"] if client["retired"]}
+    retired = {client["client"]: client["rounds"] for client in told["clients"] if client["retired"]}
     said = dict(part.rsplit(": ", 1) for part in notes[0].split(": ", 1)[1].split("; ")[0].split(", "))
     assert said == {f"client {client}": str(num) for client, num in retired.items()}
     # Another round would have passed the budget.
     with reading(folder / "ledger.sqlite") as db:
-        for client, each in zip(summary["clients"], db.data_sets(), strict=True):
+        for client, each in zip(told["clients"], db.data_sets(), strict=True):
             if client["retired"]:
                 events = [release.event for release in db.releases(each.id)]
                 assert epsilon_of([*events, replace(events[0], count=2)], each.delta).epsilon > 4
@@ -104,7 +99,7 @@ def test_spending_accumulates_over_runs_on_one_ledger(budgeted, tmp_path):
     shared = {"ledger": str(tmp_path / "shared.sqlite"), "rounds": 2}
     first, _ = run(budgeted, tmp_path / "first", **shared)
     second, notes = run(budgeted, tmp_path / "second", **shared)
-    one, two = (summary_of(folder)["clients"] for folder in (first, second))
+    one, two = (summary(folder)["clients"] for folder in (first, second))
     assert [client["earlier_runs"] for client in two] == [1] * len(one)
     assert sum(c["rounds"] for c in two) < sum(c["rounds"] for c in one), "the second run starts from what is left"
     assert all(b["epsilon_local"] > a["epsilon_local"] for a, b in zip(one, two, strict=True) if b["rounds"])
@@ -133,8 +128,8 @@ def test_a_target_above_what_is_left_is_refused_before_a_charge_and_the_target_t
     offered = float(re.search(r"target_epsilon = ([0-9.]+) allows all", str(refusal.value))[1])
     assert 0.5 < offered < TARGET
     folder, notes = run(values, tmp_path / "third", target_epsilon=offered)
-    summary = summary_of(folder)
-    assert (summary["num_rounds"], summary["stopped_early"]) == (3, None)
+    told = summary(folder)
+    assert (told["num_rounds"], told["stopped_early"]) == (3, None)
     assert not [note for note in notes if "budget_epsilon allows fewer" in note]
     assert 3.6 < max(epsilons(ledger, "local").values()) <= 4
     # Beside a ledger that runs share, its holders are known by name, whatever became of the runs' folders.
@@ -145,17 +140,17 @@ def test_a_target_above_what_is_left_is_refused_before_a_charge_and_the_target_t
 def test_a_run_ends_with_a_clear_message_when_too_few_remain(budgeted, tmp_path):
     least = round(0.8 * len(budgeted["client_sizes"]))
     folder, notes = run(budgeted, tmp_path / "run", min_clients=least, noise_multiplier=1.0)
-    summary = summary_of(folder)
-    assert f"within their budgets, min_clients = {least}" in summary["stopped_early"]
-    assert summary["num_rounds"] < ROUNDS
-    assert notes[-1] == f"the run ended early: {summary['stopped_early']}"
+    told = summary(folder)
+    assert f"within their budgets, min_clients = {least}" in told["stopped_early"]
+    assert told["num_rounds"] < ROUNDS
+    assert notes[-1] == f"the run ended early: {told['stopped_early']}"
 
 
 def test_each_client_may_have_a_budget_of_its_own(budgeted, tmp_path):
     num_clients = len(budgeted["client_sizes"])
     budgets = [4.0] * (num_clients - 1) + [0.3]
     folder, _ = run(budgeted, tmp_path / "run", budget_epsilon=budgets, rounds=2)
-    clients = summary_of(folder)["clients"]
+    clients = summary(folder)["clients"]
     assert all(client["epsilon_local"] <= budget for client, budget in zip(clients, budgets, strict=True))
     assert clients[-1]["retired"]
     with pytest.raises(InputError, match=f"2 entries for {num_clients} clients"):
@@ -186,9 +181,9 @@ def test_noise_on_the_upload_is_accounted_for_a_client(budgeted, tmp_path):
     changes = {"noise_on": "upload", "noise_multiplier": 20.0, "rounds": 1, "clip_norm": 0.5, "budget_epsilon": ""}
     shared = {"ledger": str(tmp_path / "shared.sqlite")}
     folder, _ = run(budgeted, tmp_path / "run", **changes, **shared)
-    summary = summary_of(folder)
-    assert summary["unit"] == "client"
-    assert len({client["epsilon_local"] for client in summary["clients"]}) == 1, "no amplification by the batch"
+    told = summary(folder)
+    assert told["unit"] == "client"
+    assert len({client["epsilon_local"] for client in told["clients"]}) == 1, "no amplification by the batch"
     with pytest.raises(InputError, match="noise_on = gradients"):
         run(budgeted, tmp_path / "mixed", **shared)
 
@@ -204,8 +199,8 @@ def summed(small_run, tmp_path_factory) -> dict[str, object]:
 
 def run_summed(values: dict[str, object], out: Path, **changes: object) -> tuple[float, dict]:
     """The run's noise multiplier and its summary."""
-    federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
-    return files.read_config(out).noise_multiplier, summary_of(out)
+    run(values, out, **changes)
+    return files.read_config(out).noise_multiplier, summary(out)
 
 
 @pytest.fixture(scope="module")

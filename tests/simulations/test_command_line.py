@@ -20,6 +20,10 @@ echo "${{COMPREPLY[*]}}"
 """
 
 
+SITES = ["data={table}", "client_column=site"]
+SMALL = [*SITES, "batch_size=8", "model={tiny}"]
+
+
 def simulate(tmp_path: Path, *pairs: str) -> Result:
     overrides = [part for pair in pairs for part in ("-c", pair)]
     return CliRunner().invoke(app, ["run", *overrides, "--out", str(tmp_path / "out")])
@@ -39,21 +43,12 @@ def weightless(tmp_path: Path) -> Path:
         (["noise_multiplier=-1"], ["noise_multiplier = -1", "greater than or equal to 0"]),
         (["batch_size=401"], ["batch_size = 401", "400"]),
         (["data=/no/such.csv"], ["data = '/no/such.csv'", "no such file"]),
-        (["data={table}", "client_column=site", "text_column=txt"], ["text_column = 'txt'", "text, label, site"]),
+        ([*SITES, "text_column=txt"], ["text_column = 'txt'", "text, label, site"]),
         (["data={table}", "client_column=hospital"], ["client_column = 'hospital'", "text, label, site"]),
-        (["data={table}", "test_data={odd}", "client_column=site"], ["label_column = 'label'", "astrology", "{odd}"]),
-        (
-            ["data={table}", "client_column=site", "batch_size=8", "model={weightless}"],
-            ["model = ", "{weightless}", "weights"],
-        ),
-        (
-            ["data={table}", "client_column=site", "batch_size=8", "model={tiny}", "comparison=true", "rounds=1"],
-            ["comparison = true", "simulate"],
-        ),
-        (
-            ["data={table}", "client_column=site", "batch_size=8", "model={tiny}", "noise_multiplier=0"],
-            ["noise_multiplier = 0", "simulate"],
-        ),
+        ([*SITES, "test_data={odd}"], ["label_column = 'label'", "astrology", "{odd}"]),
+        ([*SITES, "batch_size=8", "model={weightless}"], ["model = ", "{weightless}", "weights"]),
+        ([*SMALL, "comparison=true", "rounds=1"], ["comparison = true", "simulate"]),
+        ([*SMALL, "noise_multiplier=0"], ["noise_multiplier = 0", "simulate"]),
         (["data={table}", "partition=natural"], ["partition = natural", "client_column"]),
         (["data={table}", "partition=iid", "num_clients=500"], ["num_clients = 500", "240"]),
         (["data={table}", "partition=sizes", "client_sizes=[100, 0]"], ["client_sizes", "greater than or equal to 1"]),

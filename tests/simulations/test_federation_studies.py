@@ -50,11 +50,11 @@ def tiny_corpus() -> Corpus:
 
 @pytest.fixture
 def tiny(tiny_bert, monkeypatch):
-    """A corpus of two clients whose labels are words of its texts, and a model that takes seconds."""
+    """A corpus of three clients whose labels are words of its texts, and a model that takes seconds."""
     monkeypatch.setitem(corpora.CORPORA, "tiny", tiny_corpus())
     small = {"model": str(tiny_bert), "layers": "last-1", "rank": 4, "rounds": 3}
-    for name in ("head", CENTRAL):
-        monkeypatch.setitem(METHODS, name, {**METHODS[name], **small})
+    for methods, name in ((METHODS, "head"), (METHODS, CENTRAL), (sums.METHODS, sums.HEAD)):
+        monkeypatch.setitem(methods, name, {**methods[name], **small})
     monkeypatch.setitem(METHODS, PROBES, {**METHODS[PROBES], **small, "rounds": 1, "local_steps": 3})
     monkeypatch.setitem(RATES, "rate x 2", {**RATES["rate x 2"], **small})
     forget()
@@ -232,16 +232,7 @@ def test_the_rule_is_compared_with_the_best_mean_of_the_grid():
     assert tables.gap_of_rule(results, "embedded", 8.0) is None
 
 
-@pytest.fixture
-def tiny_of_sums(tiny_bert, monkeypatch):
-    """A corpus of three clients, and a model that takes seconds."""
-    monkeypatch.setitem(corpora.CORPORA, "tiny", tiny_corpus())
-    small = {"model": str(tiny_bert), "layers": "last-1", "rounds": 3}
-    monkeypatch.setitem(sums.METHODS, sums.HEAD, {**sums.METHODS[sums.HEAD], **small})
-    forget()
-
-
-def test_arms_are_federations_with_one_epsilon_and_one_noise_in_all_and_are_run_once(tiny_of_sums, tmp_path, capsys):
+def test_arms_are_federations_with_one_epsilon_and_one_noise_in_all_and_are_run_once(tiny, tmp_path, capsys):
     chosen = [replace(SUM_CELL, arm=arm) for arm in ARMS]
     sums.run_all(tmp_path / RUNS, tmp_path, tmp_path, chosen)
     local, summed, central = lines(tmp_path / RUNS)

@@ -8,7 +8,6 @@ import pty
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,14 +44,19 @@ def init(folder, *options):
     return result.exit_code, result.output
 
 
+def made(folder, *options, file):
+    """The configuration that the command writes, and what it says."""
+    code, said = init(folder, *options)
+    assert code == 0, said
+    return parse(read(folder / file)), said
+
+
 def test_columns_are_proposed_and_the_file_is_what_a_run_takes(letters, tmp_path):
     """With advice for a private table, and without a statement, a record or a class; what to run next can be pasted."""
-    code, said = init(tmp_path, letters, "--label", "ward", "--out", "a study; of $HOME.toml")
-    assert code == 0, said
+    config, said = made(tmp_path, letters, "--label", "ward", "--out", file := "a study; of $HOME.toml", file=file)
     (line,) = [line for line in said.splitlines() if line.startswith("next: ")]
-    assert shlex.split(line)[1:] == ["fedpriv", "run", "a study; of $HOME.toml"]
-    text = (tmp_path / "a study; of $HOME.toml").read_text()
-    config = parse(tomllib.loads(text))
+    assert shlex.split(line)[1:] == ["fedpriv", "run", file]
+    text = (tmp_path / file).read_text()
     assert (config.text_column, config.label_column, config.client_column) == ("body", "ward", "hospital")
     assert (config.target_epsilon, config.data) == (2.3, str(letters))
     preflight.check(config)
@@ -64,8 +68,7 @@ def test_columns_are_proposed_and_the_file_is_what_a_run_takes(letters, tmp_path
 
 
 def test_a_budget_comes_with_a_ledger_and_bounds_the_run(letters, tmp_path):
-    init(tmp_path, letters, "--label", "ward", "--budget", 1.5)
-    config = parse(read(tmp_path / "letters.toml"))
+    config, _ = made(tmp_path, letters, "--label", "ward", "--budget", 1.5, file="letters.toml")
     assert (config.budget_epsilon, config.target_epsilon) == ((1.5,), 1.5)
     assert config.ledger == str(tmp_path / "letters-ledger.sqlite")
     assert not Path(config.ledger).exists()
@@ -77,8 +80,8 @@ def test_an_existing_file_stays_unless_forced(letters, tmp_path):
     assert code == 2
     assert "exists; name another file, or replace it with --force" in said
     assert (tmp_path / "letters.toml").read_text() == "mine"
-    assert init(tmp_path, letters, "--label", "ward", "--public-data", "--client", "", "--force")[0] == 0
-    config = parse(read(tmp_path / "letters.toml"))
+    forced = ("--label", "ward", "--public-data", "--client", "", "--force")
+    config, _ = made(tmp_path, letters, *forced, file="letters.toml")
     assert config.public_data
     assert (config.client_column, config.partition, config.num_clients) == ("", "iid", 5), "dealt out without a holder"
 
@@ -117,9 +120,7 @@ def test_names_cannot_break_out_of_their_line(tmp_path):
     evil = 'x"\npublic_data = true\ny = "'
     rows = [json.dumps({"text": f"some words {row}", evil: "ab"[row % 2]}) for row in range(40)]
     (tmp_path / "t.jsonl").write_text("\n".join(rows))
-    code, said = init(tmp_path, "t.jsonl", "--label", evil, "--client", "")
-    assert code == 0, said
-    config = parse(read(tmp_path / "t.toml"))
+    config, _ = made(tmp_path, "t.jsonl", "--label", evil, "--client", "", file="t.toml")
     assert (config.label_column, config.public_data) == (evil, False)
 
 
@@ -159,13 +160,10 @@ def visits(letters):
 
 def test_a_column_of_persons_makes_these_the_unit_and_a_person_is_asked_for_it(visits, tmp_path, monkeypatch):
     columns = ("--text", "body", "--label", "ward", "--client", "hospital")
-    code, said = init(tmp_path, visits, *columns)
-    assert code == 0, said
+    config, said = made(tmp_path, visits, *columns, file="letters.toml")
     assert "column 'mrn': looks like persons, 40 in 120 records" in said
-    assert parse(read(tmp_path / "letters.toml")).unit == "record"
-    code, said = init(tmp_path, visits, *columns, "--person", "mrn", "--force")
-    assert code == 0, said
-    config = parse(read(tmp_path / "letters.toml"))
+    assert config.unit == "record"
+    config, said = made(tmp_path, visits, *columns, "--person", "mrn", "--force", file="letters.toml")
     assert (config.unit, config.person_column) == ("person", "mrn")
     assert "each person of 'mrn' protected" in said
     assert "looks like persons" not in said
@@ -199,9 +197,7 @@ CITIES, SEXES, AGES = ["Ulm", "Köln", "Bonn", "Jena", "Kiel"], ["m", "f"], [str
 
 def test_the_column_of_clients_is_found_by_its_values(tmp_path):
     path = stranger(tmp_path / "s.csv", Ort=CITIES, Sex=SEXES, Alter=AGES)
-    code, said = init(tmp_path, path, "--label", "Farbe")
-    assert code == 0, said
-    config = parse(read(tmp_path / "s.toml"))
+    config, said = made(tmp_path, path, "--label", "Farbe", file="s.toml")
     assert (config.text_column, config.client_column) == ("Befund", "Ort")
     assert "client 'Ort'" in said
     preflight.check(config)
@@ -246,27 +242,23 @@ def test_a_refused_table_gets_a_file_that_says_what_to_mend_and_no_value_of_a_ce
 def test_usual_names_are_known_in_four_languages_with_and_without_accents(tmp_path, text, label, holder):
     rows = [f"some words number {row},{'abc'[row % 3]},site {row % 4}" for row in range(120)]
     (tmp_path / "t.csv").write_text("\n".join([f"{text},{label},{holder}", *rows]) + "\n")
-    code, said = init(tmp_path, "t.csv")
-    assert code == 0, said
+    _, said = made(tmp_path, "t.csv", file="t.toml")
     assert f"text {text!r}, label {label!r}, client {holder!r}" in said
 
 
 def test_records_are_dealt_out_as_told_and_a_person_may_be_at_two_holders(visits, tmp_path):
     columns = ("--text", "body", "--label", "ward")
-    assert init(tmp_path, visits, *columns, "--clients", 3, "--partition", "dirichlet", "--out", "dealt.toml")[0] == 0
-    dealt = parse(read(tmp_path / "dealt.toml"))
+    dealt, _ = made(tmp_path, visits, *columns, "--clients", 3, "--partition", "dirichlet", file="letters.toml")
     assert (dealt.partition, dealt.num_clients, dealt.client_column) == ("dirichlet", 3, "")
-    more = ("--client", "hospital", "--person", "mrn", "--holders", 2, "--out", "two.toml")
-    assert init(tmp_path, visits, *columns, *more)[0] == 0
-    assert parse(read(tmp_path / "two.toml")).holders_per_person == 2
+    more = ("--client", "hospital", "--person", "mrn", "--holders", 2, "--force")
+    assert made(tmp_path, visits, *columns, *more, file="letters.toml")[0].holders_per_person == 2
 
 
 def test_how_a_table_is_read_is_written_down(tmp_path):
     path = stranger(tmp_path / "s.csv", Ort=CITIES)
     path.write_bytes(path.read_text().encode("latin-1"))
     assert "--encoding latin-1" in init(tmp_path, path, "--label", "Farbe")[1]
-    code, said = init(tmp_path, path, "--label", "Farbe", "--encoding", "latin-1", "--separator", "semicolon")
-    assert code == 0, said
-    config = parse(read(tmp_path / "s.toml"))
+    how = ("--encoding", "latin-1", "--separator", "semicolon")
+    config, _ = made(tmp_path, path, "--label", "Farbe", *how, file="s.toml")
     assert (config.encoding, config.separator) == ("latin-1", "semicolon")
     preflight.check(config)

@@ -1,6 +1,5 @@
 """Every aggregation rule in whole runs: what is saved was tested, what is sent was counted, and who moves when."""
 
-import json
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from server.observer import LogObserver
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from tests.marks import slow
+from tests.server.parts import StopsAfter, run, summary
 
 # Every day one of each kind that is saved: an adapter, weights, a merged base with adapters, inner matrices.
 EVERY_DAY = ("dp-lora", "fedavg", "flora", "fed-sb")
@@ -43,15 +43,6 @@ PARTIAL = [rule for rule in TURNS if rule != "dp-lora"]
 # Every day the server steps plainly; with momentum, which FedSVD turns with its basis, that rule's run is resumed.
 OPTIMIZERS = ["sgd", *slow("momentum")]
 SHARES = [("bfloat16", 0.52), ("int8", 0.27)]
-
-
-def run(values, out: Path, **changes) -> Path:
-    federation.run(parse({**values, "out": str(out), **changes}), LogObserver())
-    return out
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
 
 
 def clients(folder: Path) -> pd.DataFrame:
@@ -109,6 +100,8 @@ def test_saved_models_are_ordinary_peft_adapters_and_give_the_accuracy_that_the_
             warnings.filterwarnings("error", message=".*missing.*")
             model = PeftModel.from_pretrained(base, folder / "variants" / variant)
         found = {name.replace(".default", ""): tensor for name, tensor in model.state_dict().items()}
+        if rule == "dp-lora":
+            assert get_peft_model_state_dict(model).keys() == bench.initial.keys()
         for name, tensor in stored.items():
             key = name if name in found else name.replace(".classifier.", ".classifier.modules_to_save.")
             assert torch.equal(found[key], tensor), name
@@ -322,9 +315,9 @@ def test_turns_cost_what_rounds_that_train_everything_cost(run_of, rule, optimiz
     tables = [pd.read_csv(run_of(each, optimizer)[0] / "rounds.csv") for each in (rule, "dp-lora")]
     for view in ("local", "rho"):
         assert tables[0][f"epsilon_{view}_max"].equals(tables[1][f"epsilon_{view}_max"])
-    summary = json.loads((run_of(rule, optimizer)[0] / "summary.json").read_text())
-    assert 7.9 < summary["epsilon_local_max"] <= 8.0
-    assert not summary["unmoved_tensors"]
+    told = summary(run_of(rule, optimizer)[0])
+    assert 7.9 < told["epsilon_local_max"] <= 8.0
+    assert not told["unmoved_tensors"]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -362,20 +355,12 @@ def test_without_noise_fedsvd_is_training_b_with_a_frozen_orthonormal_a(small_ru
     assert losses["stale"] != pytest.approx(losses["frozen"], rel=1e-3), "the test could not see a wrong basis"
 
 
-class Interrupted(LogObserver):
-    """Ends the run in the middle of the turns, as Ctrl-C would."""
-
-    def round_done(self, row):
-        if row.round == 4:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("rule", [pytest.param("rolora", marks=pytest.mark.slow), "fedsvd"])
 def test_a_run_that_is_resumed_between_turns_ends_as_a_whole_one(run_of, small_run, tmp_path, rule):
     whole, _ = run_of(rule, "momentum")
     values = values_of(small_run, rule, tmp_path / "run", server_optimizer="momentum")
     with pytest.raises(KeyboardInterrupt):
-        federation.run(parse(values), Interrupted())
+        federation.run(parse(values), StopsAfter(4))  # in the middle of the turns
     federation.run(parse(values | {"resume": str(tmp_path / "run")}), LogObserver())
     tables = [pd.read_csv(folder / "rounds.csv").drop(columns="seconds") for folder in (tmp_path / "run", whole)]
     pd.testing.assert_frame_equal(*tables, check_exact=True)

@@ -1,42 +1,31 @@
 """Whole runs on the in-process engine: reproducible in `simulate`, complete on disk, marked for what they are."""
 
 import csv
-import json
 import tomllib
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from peft import get_peft_model_state_dict
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import fedpriv.learning.adapters
 from fedpriv.config import BY_RECIPE, parse
 from fedpriv.errors import InputError
 from fedpriv.learning.aggregation._fedavg import GlobalModel
-from fedpriv.learning.data.records import tokenize
-from fedpriv.learning.training.evaluation import evaluate
-from fedpriv.learning.training.model import TrainingModel
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.risk import risk_of
-from server.observer import LogObserver
 from server.summary import unmoved_tensors
-from simulations.engines import federation
 from tests.adversary.models import with_words
 from tests.marks import slow
+from tests.server.parts import run, summary
 from tests.tiny import LABELS, llama_config
 
 SECURE = {"simulate": False, "public_data": True, "baselines": False, "rounds": 1}
-
-
-def run(values: dict[str, object], out: Path, **changes: object) -> Path:
-    federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
-    return out
 
 
 def rounds(folder: Path) -> pd.DataFrame:
@@ -45,10 +34,6 @@ def rounds(folder: Path) -> pd.DataFrame:
 
 def clients(folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "clients.csv")
-
-
-def summary(folder: Path) -> dict[str, object]:
-    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -132,23 +117,6 @@ def test_bytes_are_those_of_the_adapters(finished):
 
 def workbench_of(folder: Path):
     return workbench(parse(tomllib.loads((folder / "config.toml").read_text())))
-
-
-def test_saved_adapter_loads_in_peft_and_reproduces_the_accuracy(finished, small_run):
-    directory = finished / "variants" / "global"
-    base = AutoModelForSequenceClassification.from_pretrained(small_run["model"], num_labels=3)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*missing.*")
-        plain = PeftModel.from_pretrained(base, directory)
-    bench = workbench_of(finished)
-    assert get_peft_model_state_dict(plain).keys() == bench.initial.keys()
-    loaded = fedpriv.learning.adapters.load(str(small_run["model"]), directory).eval()
-    for name, parameter in loaded.named_parameters():
-        parameter.requires_grad_("lora_" in name or ".modules_to_save." in name)
-    test = tokenize(bench.data.test, bench.base.tokenizer, label_names=bench.data.label_names, max_length=64)
-    result = evaluate(TrainingModel(loaded, memory_limit=2**30, prefix_cache=False), test)
-    assert result.accuracy == summary(finished)["accuracy"]
-    assert result.loss == pytest.approx(rounds(finished).test_loss.iloc[-1], rel=1e-5)
 
 
 def test_a_run_that_moved_nothing_says_so(small_run, tmp_path):
