@@ -1,12 +1,14 @@
 """Federations of real processes: nodes that play the embedded corpus, and nodes with records of their own."""
 
 import csv
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from simulations.sites import DeployedFederation
+from simulations.sites import ROOT, DeployedFederation
 from tests.tiny import LABELS
 
 # A worker tries all numbers of rows that its memory allows when it starts, and so does the server for its test set.
@@ -47,16 +49,35 @@ def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3, persons:
         with path.open("w", newline="") as file:
             csv.writer(file).writerows([["note", "ward", "number"], *own])
         columns = ["--text-column", "note", "--label-column", "ward", "--labels", ",".join(LABELS)]
-        options[client] = [
-            "--data",
-            str(path),
-            *columns,
-            "--budget-epsilon",
-            "1e6",
-            *(["--person-column", "number"] if persons else []),
-            *more,
-        ]
+        columns += ["--person-column", "number"] if persons else []
+        options[client] = ["--data", str(path), *columns, "--budget-epsilon", "1e6", *more]
     return options
+
+
+@contextmanager
+def deployed(
+    folder: Path, table: Path, model: Path, *more: str, num_nodes: int = 3, persons: bool = False, **made: object
+) -> Iterator[DeployedFederation]:
+    """A SuperLink and nodes with a file of records each, which run this model, until the block ends."""
+    own = holdings(folder, table, *more, num_nodes=num_nodes, persons=persons)
+    federation = DeployedFederation(
+        folder / "federation", num_nodes=num_nodes, holdings=own, model=model, **{"settings": QUICK, **made}
+    )
+    try:
+        yield federation
+    finally:
+        federation.stop()
+
+
+def copied_checkout(folder: Path) -> Path:
+    """A new folder with a copy of what is bundled, to be changed."""
+    folder.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("clients", "server"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "fedpriv").symlink_to(ROOT / "fedpriv")  # for the command line, which runs here
+    return folder
 
 
 # Replies that take a while without work for the machine: a node that is killed then has not answered yet.
@@ -69,63 +90,34 @@ def holders(
 ) -> Iterator[DeployedFederation]:
     """A SuperLink and nodes with a file of records each, which run the tiny BERT."""
     folder = tmp_path_factory.mktemp("holders")
-    own = holdings(folder, table, num_nodes=NUM_NODES)
-    federation = DeployedFederation(
-        folder / "federation", num_nodes=NUM_NODES, holdings=own, model=tiny_bert, settings=request.param
-    )
-    yield federation
-    federation.stop()
+    with deployed(folder, table, tiny_bert, num_nodes=NUM_NODES, settings=request.param) as federation:
+        yield federation
+
+
+# Each has a ledger of its own, in its folder.
+SMALL = {"layers": "last-1", "rank": 4, "num_clients": NUM_NODES, "rounds": 2, "memory_limit_mb": MEMORY_LIMIT_MB}
+SMALL |= {"comparison": False, "baselines": False, "ledger": ""}
 
 
 @pytest.fixture(scope="session")
 def corpus_run(tiny_bert: Path) -> dict[str, object]:
     """A small run on the embedded corpus, shared out among the nodes, that repeats to the bit."""
-    return {
-        "model": str(tiny_bert),
-        "layers": "last-1",
-        "rank": 4,
-        "partition": "iid",
-        "num_clients": NUM_NODES,
-        "rounds": 2,
-        "local_steps": 1,
-        "simulate": True,
-        "memory_limit_mb": MEMORY_LIMIT_MB,
-        "comparison": False,
-        "baselines": False,
-        "ledger": "",
-    }
+    return {**SMALL, "model": str(tiny_bert), "partition": "iid", "local_steps": 1, "simulate": True}
 
 
 @pytest.fixture(scope="session")
 def holders_run(tiny_bert: Path, table: Path) -> dict[str, object]:
     """A small run on what the nodes have."""
-    return {
-        "model": str(tiny_bert),
-        "layers": "last-1",
-        "rank": 4,
-        "data": "on-nodes",
-        "test_data": str(table),
-        "labels": ",".join(LABELS),
-        "num_clients": NUM_NODES,
-        "rounds": 2,
-        "local_steps": 2,
-        "batch_size": 4,
-        "noise_multiplier": 1.0,
-        "memory_limit_mb": MEMORY_LIMIT_MB,
-        "comparison": False,
-        "baselines": False,
-        "ledger": "",  # one of its own, in its folder
-    }
+    records = {"data": "on-nodes", "test_data": str(table), "labels": ",".join(LABELS)}
+    steps = {"local_steps": 2, "batch_size": 4, "noise_multiplier": 1.0}
+    return {**SMALL, "model": str(tiny_bert), **records, **steps}
 
 
 @pytest.fixture(scope="module")
 def slow_pair(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[DeployedFederation]:
     """Two nodes that take seconds to reply, so that their processes can be killed before."""
-    folder = tmp_path_factory.mktemp("killed")
-    own = holdings(folder, table, num_nodes=2)
-    made = DeployedFederation(folder / "federation", num_nodes=2, holdings=own, model=tiny_bert, settings=SLOW)
-    yield made
-    made.stop()
+    with deployed(tmp_path_factory.mktemp("killed"), table, tiny_bert, num_nodes=2, settings=SLOW) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from simulations.sites import DeployedFederation
-from tests.deployment.conftest import QUICK, holdings
+from tests.deployment.conftest import deployed
 from tests.deployment.test_evidence import confirmed
 
 pytestmark = pytest.mark.deployment
@@ -14,11 +13,7 @@ NODES = range(2)
 
 
 def test_no_run_is_begun_that_budgets_end_and_as_many_rounds_as_fit_are_done(tmp_path, table, tiny_bert, holders_run):
-    own = holdings(tmp_path, table, "--budget-epsilon", "3", num_nodes=len(NODES))
-    federation = DeployedFederation(
-        tmp_path / "federation", num_nodes=len(NODES), holdings=own, model=tiny_bert, settings=QUICK
-    )
-    try:
+    with deployed(tmp_path, table, tiny_bert, "--budget-epsilon", "3", num_nodes=len(NODES)) as federation:
         values = {**holders_run, "num_clients": len(NODES), "min_clients": len(NODES), "noise_multiplier": 1.5}
         values |= {"local_steps": 1, "batch_size": 20}
         output = federation.run({**values, "rounds": 500, "out": str(tmp_path / "long")}, code=1)
@@ -37,5 +32,3 @@ def test_no_run_is_begun_that_budgets_end_and_as_many_rounds_as_fit_are_done(tmp
             assert any("its budget is kept" in line for line in lines), lines
         output = federation.run({**values, "rounds": 1, "out": str(tmp_path / "more")}, code=1)
         assert "not one fits" in output
-    finally:
-        federation.stop()

@@ -28,67 +28,43 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_sound_server_is_ok_until_its_certificate_ends(folder):
-    with serving(folder) as port:
-        found = checks.check_tls(HOST, port, folder / "ca.crt")
-    assert found.ok, found
-    assert "valid until" in found.detail
+@pytest.mark.parametrize(
+    ("host", "begins", "said"),
+    [
+        (HOST, None, "valid until"),
+        ("127.0.0.2", None, "not valid for 127.0.0.2"),  # loopback as well, but not named in the certificate
+        (HOST, timedelta(days=-2), "expired"),
+        (HOST, timedelta(days=2), "not yet valid"),
+    ],
+)
+def test_a_certificate_is_for_its_host_and_its_days(folder, host, begins, said):
+    if begins:
+        certificates.make_server_certificate(folder, [HOST], 1, not_before=datetime.now(UTC) + begins)
+    with serving(folder, host=host) as port:
+        found = checks.check_tls(host, port, folder / "ca.crt")
+    assert (found.ok, said in found.detail) == (said == "valid until", True), found
+
+
+def test_a_server_that_is_missing_speaks_no_tls_or_is_another_authoritys_is_told(folder, tmp_path_factory):
+    own, other = folder / "ca.crt", tmp_path_factory.mktemp("other")
+    certificates.make_ca(other, 100)  # of the same name
+    with serving(folder) as port, serving(None) as plain:
+        for host, at, ca, said in (
+            (HOST, free_port(), own, "nothing is listening"),
+            ("no-such-host.invalid", 9093, own, "is unknown"),
+            (HOST, port, other / "ca.crt", "signed by another CA"),
+            (HOST, plain, own, "speaks no TLS"),
+        ):
+            found = checks.check_tls(host, at, ca)
+            assert (found.ok, said in found.detail) == (False, True), found
 
 
 def test_a_door_where_anything_but_a_bare_404_answers_is_open(folder):
     with serving(folder) as port:
-        found = checks._check_door(HOST, port, folder / "ca.crt")
-    assert (found.ok, "OPEN TO STRANGERS: register, run, list, stop, log, acquire-task" in found.detail) == (
-        False,
-        True,
-    )
-    found = checks._check_door(HOST, free_port(), folder / "ca.crt")
-    assert (found.ok, "gave no answer to register" in found.detail) == (False, True), found
-
-
-def test_nothing_listens(folder):
-    found = checks.check_tls(HOST, free_port(), folder / "ca.crt")
-    assert (found.ok, "nothing is listening" in found.detail) == (False, True), found
-
-
-def test_unknown_name(folder):
-    found = checks.check_tls("no-such-host.invalid", 9093, folder / "ca.crt")
-    assert (found.ok, "is unknown" in found.detail) == (False, True), found
-
-
-def test_certificate_for_another_host(folder):
-    # 127.0.0.2 is loopback as well, and no certificate holds for it unless it is named.
-    with serving(folder, host="127.0.0.2") as port:
-        found = checks.check_tls("127.0.0.2", port, folder / "ca.crt")
-    assert (found.ok, "not valid for 127.0.0.2" in found.detail) == (False, True), found
-
-
-def test_expired_certificate(folder):
-    certificates.make_server_certificate(folder, [HOST], 1, not_before=datetime.now(UTC) - timedelta(days=2))
-    with serving(folder) as port:
-        found = checks.check_tls(HOST, port, folder / "ca.crt")
-    assert (found.ok, "expired" in found.detail) == (False, True), found
-
-
-def test_certificate_of_the_future(folder):
-    certificates.make_server_certificate(folder, [HOST], 9, not_before=datetime.now(UTC) + timedelta(days=2))
-    with serving(folder) as port:
-        found = checks.check_tls(HOST, port, folder / "ca.crt")
-    assert (found.ok, "not yet valid" in found.detail) == (False, True), found
-
-
-def test_another_authority_of_the_same_name(folder, tmp_path_factory):
-    other = tmp_path_factory.mktemp("other")
-    certificates.make_ca(other, 100)
-    with serving(folder) as port:
-        found = checks.check_tls(HOST, port, other / "ca.crt")
-    assert (found.ok, "signed by another CA" in found.detail) == (False, True), found
-
-
-def test_server_without_tls(folder):
-    with serving(None) as port:
-        found = checks.check_tls(HOST, port, folder / "ca.crt")
-    assert (found.ok, "speaks no TLS" in found.detail) == (False, True), found
+        opened = "OPEN TO STRANGERS: register, run, list, stop, log, acquire-task"
+        for at, said in ((port, opened), (free_port(), "gave no answer to register")):
+            found = checks._check_door(HOST, at, folder / "ca.crt")
+            assert (found.ok, said in found.detail) == (False, True), found
 
 
 @pytest.mark.parametrize("content", [None, "nonsense"])
@@ -108,10 +84,7 @@ def test_clock_is_compared_with_the_servers(folder, seconds, ok):
     assert found.ok is ok, found
     if not ok:
         assert ("behind" if seconds > 0 else "ahead of") in found.detail
-
-
-def test_clock_without_a_server(folder):
-    assert not checks._check_clock(HOST, free_port(), folder / "ca.crt").ok
+    assert not checks._check_clock(HOST, free_port(), folder / "ca.crt").ok, "there is no server"
 
 
 def test_port(folder):
@@ -209,15 +182,12 @@ def test_key_must_be_its_owners_alone(tmp_path):
     assert not separate_users._check_key(tmp_path / "vault.key.pub", keys.VAULT).ok
 
 
-def test_policy(tmp_path):
+def test_a_policy_shows_its_limits_and_a_disk_its_room(tmp_path):
     policy = tmp_path / "policy.toml"
     policy.write_text("max_rounds = 3\n")
     assert "max_rounds = 3," in doctor.check_policy(policy).detail
     policy.write_text("max_rouns = 3\n")
     assert not doctor.check_policy(policy).ok
-
-
-def test_disk(tmp_path):
     assert checks.check_disk(tmp_path, 1).ok
     assert not checks.check_disk(tmp_path, 2**80).ok
 

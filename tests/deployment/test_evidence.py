@@ -12,7 +12,7 @@ import pytest
 
 from simulations.sites import DeployedFederation
 from tests.cli.command_line import as_json
-from tests.deployment.conftest import OF_A_PERSON, QUICK, holdings
+from tests.deployment.conftest import OF_A_PERSON, deployed
 
 # test_budgets.py has the evidence of a run and of its nodes confirmed too.
 pytestmark = [pytest.mark.deployment, pytest.mark.nightly]
@@ -27,13 +27,9 @@ def unit(request) -> str:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, table, tiny_bert, unit) -> Iterator[DeployedFederation]:
-    folder = tmp_path_factory.mktemp("pair")
-    own = holdings(folder, table, num_nodes=len(NODES), persons=unit == "person")
-    federation = DeployedFederation(
-        folder / "federation", num_nodes=len(NODES), holdings=own, model=tiny_bert, settings=QUICK
-    )
-    yield federation
-    federation.stop()
+    folder, persons = tmp_path_factory.mktemp("pair"), unit == "person"
+    with deployed(folder, table, tiny_bert, num_nodes=len(NODES), persons=persons) as federation:
+        yield federation
 
 
 def confirmed(path: Path, bundle: Path) -> tuple[list[str], dict[str, bytes]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simulations.sites import CLIENT, SERVER, DeployedFederation, free_port, kit, wait_until
-from tests.deployment.conftest import NUM_NODES, QUICK, holdings
+from tests.deployment.conftest import NUM_NODES, QUICK, deployed, holdings
 from tests.deployment.test_evidence import confirmed
 from tests.deployment.test_faults import num_rounds
 
@@ -20,10 +20,8 @@ NODES = range(3)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, table: Path, tiny_bert: Path) -> Iterator[DeployedFederation]:
-    folder = tmp_path_factory.mktemp("years")
-    site = DeployedFederation(folder / "federation", holdings=holdings(folder, table), model=tiny_bert, settings=QUICK)
-    yield site
-    site.stop()
+    with deployed(tmp_path_factory.mktemp("years"), table, tiny_bert) as site:
+        yield site
 
 
 def follow(site: DeployedFederation, *, with_new_keys: tuple[int, ...] = ()) -> None:
@@ -111,15 +109,8 @@ def test_nothing_is_lost_but_who_left_and_all_evidence_stands(site, holders_run,
 @pytest.mark.nightly  # others share it too while the tests run, each in a worker of its own
 def test_two_federations_share_a_machine(site, tmp_path_factory, table, tiny_bert, holders_run, tmp_path):
     """Each node chose a port of loopback when it was made; nothing else of the machine is shared."""
-    folder = tmp_path_factory.mktemp("second")
-    own = holdings(folder, table, num_nodes=NUM_NODES)
-    other = DeployedFederation(
-        folder / "federation", num_nodes=NUM_NODES, holdings=own, model=tiny_bert, settings=QUICK
-    )
-    try:
+    with deployed(tmp_path_factory.mktemp("second"), table, tiny_bert, num_nodes=NUM_NODES) as other:
         before = charged_rounds(site)
         other.run({**holders_run, "rounds": 1, "out": str(tmp_path / "other")})
         assert [len(other.charges(client)) for client in range(NUM_NODES)] == [1] * NUM_NODES
         assert charged_rounds(site) == before
-    finally:
-        other.stop()

@@ -7,23 +7,14 @@ from pathlib import Path
 import pytest
 
 from fedpriv.operate.approvals import bundle_digest
-from simulations.sites import ROOT
-from tests.deployment.conftest import NUM_NODES
+from tests.deployment.conftest import NUM_NODES, copied_checkout
 
 pytestmark = pytest.mark.deployment
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what is bundled, to be changed."""
-    copy = tmp_path / "checkout"
-    copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    for name in ("clients", "server"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "fedpriv").symlink_to(ROOT / "fedpriv")  # for the command line, which runs here
-    return copy
+    return copied_checkout(tmp_path / "checkout")
 
 
 def test_a_bundle_that_nobody_approved_runs_nowhere(holders, holders_run, checkout, tmp_path):

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 
 from fedpriv.operate.approvals import bundle_digest
 from fedpriv.privacy.ledger.entries import Entry
-from simulations.sites import CLIENT, ROOT, DeployedFederation, Service, kit, read_ledger, wait_until
-from tests.deployment.conftest import QUICK, holdings
+from simulations.sites import CLIENT, DeployedFederation, Service, kit, read_ledger, wait_until
+from tests.deployment.conftest import QUICK, copied_checkout, holdings
 
 pytestmark = pytest.mark.deployment
 
@@ -61,12 +60,7 @@ class Summing(DeployedFederation):
 
 def halting_checkout(checkout: Path, halts: Path) -> None:
     """A copy of what is bundled, whose coordinator halts."""
-    checkout.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
-    for name in ("clients", "server"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (checkout / "fedpriv").symlink_to(ROOT / "fedpriv")  # for the command line, which runs here
+    copied_checkout(checkout)
     (checkout / "server" / "app.py").rename(checkout / "server" / "honest_app.py")
     text = Path(__file__).with_name("halting_server.py").read_text()
     (checkout / "server" / "app.py").write_text(text.replace("FOLDER", str(halts)))

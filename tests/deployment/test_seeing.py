@@ -12,7 +12,7 @@ from fedpriv.privacy.ledger import reader, statement
 from fedpriv.runs import RunFolder, spent_on_view, status_of
 from fedpriv.runs.show._terminal import state_of
 from simulations.sites import DeployedFederation, wait_until
-from tests.deployment.conftest import LITTLE_MEMORY, holdings
+from tests.deployment.conftest import LITTLE_MEMORY, deployed
 from tests.monitoring import Samples, exported, firing, names, value
 
 pytestmark = pytest.mark.deployment
@@ -25,16 +25,13 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ "
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, table, tiny_bert) -> Iterator[DeployedFederation]:
-    folder = tmp_path_factory.mktemp("seeing")
-    own = holdings(folder, table, "--budget-view", "aggregate")
-    settings = f"reply_seconds = {REPLY_SECONDS}\n{LITTLE_MEMORY}"
-    federation = DeployedFederation(
-        folder / "federation", holdings=own, model=tiny_bert, settings=settings, metrics=True
-    )
-    for client in NODES:
-        federation.approve_peers(client)
-    yield federation
-    federation.stop()
+    made = {"settings": f"reply_seconds = {REPLY_SECONDS}\n{LITTLE_MEMORY}", "metrics": True}
+    with deployed(
+        tmp_path_factory.mktemp("seeing"), table, tiny_bert, "--budget-view", "aggregate", **made
+    ) as federation:
+        for client in NODES:
+            federation.approve_peers(client)
+        yield federation
 
 
 def of_node(site: DeployedFederation, client: int) -> Samples:

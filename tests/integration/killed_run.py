@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from flwr.app import Context, Message, RecordDict
 
@@ -91,8 +92,8 @@ def one_node(config: RunConfig, folder: Path, attempt: int, wire: int) -> None:
             (folder / "next").replace(seen)
 
 
-def killed_after(replies: int, seconds: float, task: Callable[[int], None]) -> list[list]:
-    """What a child sent before it was killed so many seconds after that many replies."""
+def forked(task: Callable[[int], None]) -> tuple[int, TextIO]:
+    """A child that does this, and the lines that it tells, the error that ended it among them."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -103,7 +104,13 @@ def killed_after(replies: int, seconds: float, task: Callable[[int], None]) -> l
             os.write(write, (json.dumps(["error", repr(error)]) + "\n").encode())
         os._exit(0)
     os.close(write)
-    with os.fdopen(read) as file:
+    return child, os.fdopen(read)
+
+
+def killed_after(replies: int, seconds: float, task: Callable[[int], None]) -> list[list]:
+    """What a child sent before it was killed so many seconds after that many replies."""
+    child, lines = forked(task)
+    with lines as file:
         told = [file.readline() for _ in range(replies)]
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)

@@ -39,7 +39,7 @@ from server.observer import LogObserver
 from server.strategy import RuleStrategy
 from simulations.engines import federation
 from simulations.engines.grid import LocalGrid
-from tests.integration.killed_run import tapped
+from tests.integration.killed_run import forked, tapped
 
 WHOLE_RUN = "the whole run"
 # What a run spends its time with; storing is a node's, where it keeps a ledger.
@@ -114,18 +114,9 @@ def told_of(wire: int, phase: str, task: Callable[..., Any]) -> Callable[..., An
 
 def live(task: Callable[[int], None], aim: Aim | None) -> Life:
     """A child's life: to its end, or until it is killed as aimed."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(read)
-        try:
-            told_of(write, WHOLE_RUN, task)(write)
-        except BaseException as error:
-            tell(write, "error", repr(error))
-        os._exit(0)
-    os.close(write)
+    child, lines = forked(lambda wire: told_of(wire, WHOLE_RUN, task)(wire))
     life, begun = Life(), 0
-    with os.fdopen(read) as file:
+    with lines as file:
         for line in map(json.loads, file):
             # What the grid's tap tells has no kind.
             life.hear(*(line if line[0] in ("enter", "leave", "error") else ["sent", *line]))

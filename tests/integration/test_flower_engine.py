@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,7 @@ from fedpriv.config import parse, to_flower
 from fedpriv.operate.approvals import bundle_of
 from server.observer import LogObserver
 from simulations.engines import federation
-from simulations.sites import free_port
+from simulations.sites import free_port, wait_until
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,10 +82,9 @@ def test_flower_runs_the_same_apps_to_the_same_numbers(flower_environment, small
     output = flwr(flower_environment, "run", ".", "--stream", "--federation-config", FEDERATION, "-c", pairs)
     run_id = re.search(r"Successfully started run (\d+)", output)
     assert run_id, output
-    deadline = time.monotonic() + 300
-    while not (state := status(flower_environment, run_id[1])).startswith("finished") and time.monotonic() < deadline:
-        time.sleep(1)
-    assert state == "finished:completed", output
+    ended = lambda: status(flower_environment, run_id[1]).startswith("finished")  # noqa: E731
+    wait_until(ended, "the run's end", 300, every=1)
+    assert status(flower_environment, run_id[1]) == "finished:completed", output
 
     files = {kind: set(re.findall(rf"{kind} use\S* (\S+__init__\.py)", output)) for kind in ("server", "clients")}
     assert files["server"] == files["clients"] == {fedpriv.__file__}, output
@@ -146,7 +144,7 @@ class Federation:
             f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
         )
         self._start("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port))
-        self._wait_for(self.port)
+        wait_until(self._listens, f"port {self.port}", 300)
         self.proxy = CountingProxy(self.port)
         self.proxy.start()
         for client in range(3):
@@ -158,25 +156,12 @@ class Federation:
 
     def _start(self, *command: str) -> None:
         with (self.home / f"{len(self.processes)}.log").open("w") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    [str(BIN / command[0]), *command[1:]],
-                    cwd=self.home,
-                    env=self.environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+            words, here = [str(BIN / command[0]), *command[1:]], {"cwd": self.home, "env": self.environment}
+            self.processes.append(subprocess.Popen(words, **here, stdout=log, stderr=subprocess.STDOUT))
 
-    @staticmethod
-    def _wait_for(port: int) -> None:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return
-            time.sleep(0.2)
-        raise TimeoutError(f"nothing listens on port {port}")
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def stop(self) -> None:
         end_all(self.home, signal.SIGKILL)

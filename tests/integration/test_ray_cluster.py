@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -58,13 +57,13 @@ def wait_for_nodes(address: str, num: int, processes: list[subprocess.Popen[byte
         f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='ERROR'); "
         "print(sum(n['Alive'] for n in ray.nodes()))"
     )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+
+    def are_there() -> bool:
         assert all(process.poll() is None for process in processes), "a node did not start"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        if done.stdout.strip() == str(num):
-            return
-    pytest.fail(f"the cluster has no {num} nodes")
+        return done.stdout.strip() == str(num)
+
+    wait_until(are_there, f"{num} nodes of the cluster", 120)
 
 
 def simulate(*arguments: object, address: str = "") -> None:
