@@ -1,12 +1,10 @@
 """A figure is declared in one place, and every page shows it."""
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import fedpriv
 from fedpriv.models.publishing import card
@@ -16,11 +14,10 @@ from fedpriv.runs.figures import EVERY_PAGE, FIGURES, Figure, figures
 from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tracker import Place
 from fedpriv.runs.show._tracking import RunTeller
-from simulations.display import TerminalObserver
 from tests.models.publishing.runs import finished
 from tests.runs.show.conftest import change_summary, write_finished_run
 from tests.runs.show.tracking.test_told import Recorded
-from tests.runs.written import WriteRun, shown, status
+from tests.runs.written import WriteRun, closing, shown, status
 
 NEW = Figure(
     "letters_a_round",
@@ -43,12 +40,6 @@ def folder(write_run: WriteRun, tmp_path: Path) -> Path:
 def saved(folder: Path, tiny_bert: Path, tmp_path: Path) -> SavedVariant:
     """An adapter of the run."""
     return replace(find(finished(tmp_path / "saved", tiny_bert)), run=RunFolder(folder))
-
-
-def closing(folder: Path) -> str:
-    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    TerminalObserver(console).finished(folder, RunFolder(folder).summary)
-    return console.export_text()
 
 
 def told(folder: Path) -> dict[str, float]:

@@ -19,6 +19,7 @@ from fedpriv.runs._writer import RunWriter
 from fedpriv.runs.show._terminal import show_status
 from server import checkpoint
 from server.checkpoint import Checkpoint
+from simulations.display import TerminalObserver
 
 NOW = 1_800_000_000.0
 SIZES = {0: 1200, 1: 900, 2: 300}
@@ -77,6 +78,13 @@ def event(name: str, **fields: Any) -> str:
 
 def status(folder: Path) -> RunStatus:
     return status_of(RunFolder(folder, now=NOW))
+
+
+def closing(folder: Path, width: int = 120, **changes: Any) -> str:
+    """What a finished run ends with on a terminal."""
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    TerminalObserver(console).finished(folder, RunFolder(folder).summary | changes)
+    return console.export_text()
 
 
 def shown(found: RunStatus, width: int = 80) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import tomli_w
 from matplotlib.colors import to_hex
 
 from fedpriv.config import parse
@@ -34,7 +35,7 @@ def test_keywords_give_the_run_that_a_file_of_the_same_keys_gives_and_progress_i
     finished, small_run, one_round, tmp_path, capfd
 ):
     path = tmp_path / "run.toml"
-    path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in small_run.items()))
+    path.write_text(tomli_w.dumps(small_run))
     again = run(path, out=tmp_path / "again", progress=False)
     assert capfd.readouterr() == ("", "")
     same = [name for name in finished.rounds if name != "seconds"]
@@ -42,10 +43,6 @@ def test_keywords_give_the_run_that_a_file_of_the_same_keys_gives_and_progress_i
     assert again.config.digest == finished.config.digest
     run(**one_round, out=tmp_path / "loud")
     assert "round 1" in capfd.readouterr().out
-
-
-def toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 @pytest.mark.parametrize(

@@ -261,13 +261,17 @@ def test_minilms_trained_part_continues_the_whole_model():
     assert float((found - expected).abs().max()) < 0.03 * float(expected.abs().max())  # bfloat16
 
 
-def test_texts_without_their_files_are_refused_in_one_line(tmp_path):
+def test_texts_without_their_files_and_a_study_without_results_are_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match=r"--data .*: holds no sst2_train.csv.gz; name the folder that does"):
         data.prepare(tmp_path, tmp_path, "sst2")
     with pytest.raises(InputError, match=r"sst2.starts.npy: is missing; train writes it, from --data FOLDER"):
         data.tokens(tmp_path, "sst2", "tuning")
     with pytest.raises(InputError, match="split = 'parts': medquad has public, tuning"):
         data.embedded(tmp_path, "medquad", "parts")
+    with pytest.raises(InputError, match="holds no results; train and run come first"):
+        check.check_all(tmp_path, jobs=1)
+    with pytest.raises(InputError, match=r"scenario = A1: .*holds no models of it"):
+        run.run_all(tmp_path, [SCENARIOS["A1"]])
 
 
 @pytest.mark.parametrize("name", ["A1", "A2", "A3", "B1"])
@@ -348,10 +352,15 @@ def tiny(tmp_path_factory):
         each.cache_clear()
 
 
+@pytest.fixture
+def copied(tiny, tmp_path):
+    """The same with a copy of its folder, to be changed."""
+    return tiny[0], shutil.copytree(tiny[1], tmp_path / "out")
+
+
 @pytest.mark.slow
-def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(tiny, tmp_path, capsys):
-    (tiny, made), out, page = tiny, tmp_path / "out", tmp_path / "page.md"
-    shutil.copytree(made, out)
+def test_a_scenario_from_training_to_tables_and_a_tampered_bound_is_seen(copied, tmp_path, capsys):
+    (tiny, out), page = copied, tmp_path / "page.md"
     first = [(out / name).read_bytes() for name in ("runs.jsonl", "models.jsonl")]
     train.train_all(out, [tiny], data=out, jobs=1)
     run.run_all(out, [tiny], jobs=1)
@@ -396,9 +405,8 @@ def test_the_lines_of_models_say_whether_each_beats_its_start(tiny):
 
 
 @pytest.mark.slow
-def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp_path, monkeypatch):
-    (tiny, made), out = tiny, tmp_path / "out"
-    shutil.copytree(made, out)
+def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(copied, tmp_path, monkeypatch):
+    tiny, out = copied
     monkeypatch.setattr(train, "SCENARIO_NAMES", ("tiny",))
     train.retrain_all(out, jobs=1)
     (line,), outcome = lines(out / "retrain.jsonl"), lines(out / "runs.jsonl")[0]["outcomes"][1]
@@ -411,23 +419,15 @@ def test_targets_are_trained_anew_with_the_epsilon_after_deduplication(tiny, tmp
 
 
 @pytest.mark.slow
-def test_blocks_of_a_variant_that_nobody_names_are_seen(tiny, tmp_path, capsys):
-    tiny, made = tiny
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    line, _ = lines(tmp_path / "runs.jsonl")
+def test_blocks_of_a_variant_that_nobody_names_are_seen(copied, capsys):
+    tiny, out = copied
+    line, _ = lines(out / "runs.jsonl")
     name = tiny.models[1].name
-    with Store(tmp_path / "cells" / line["key"] / "store") as store:
+    with Store(out / "cells" / line["key"] / "store") as store:
         manifest = store.manifest(name)
         tensors = {**store.tensors(name), "layers.2.qkv.weight": np.zeros((192, 64), np.float32)}
         blocks, extras = manifest.layout.to_blocks(tensors)
         store.remove(name)
         store.add(name, manifest.layout, blocks, extras, privacy=manifest.privacy, provenance=manifest.provenance)
-    assert not check.check_all(tmp_path, jobs=1)
+    assert not check.check_all(out, jobs=1)
     assert f"blocks {name}: 3 neither its own nor of a base" in capsys.readouterr().out
-
-
-def test_a_study_without_results_is_refused(tmp_path):
-    with pytest.raises(InputError, match="holds no results; train and run come first"):
-        check.check_all(tmp_path, jobs=1)
-    with pytest.raises(InputError, match=r"scenario = A1: .*holds no models of it"):
-        run.run_all(tmp_path, [SCENARIOS["A1"]])

@@ -48,17 +48,12 @@ def train_message(config, node_id, adapter=None, **changes):
     return asked(TRAIN, node_id, fields=fields, arrays={kinds.ADAPTER: adapter}, round_=1)
 
 
-def test_every_message_gets_its_own_nodes_reply(grid, config):
+@pytest.mark.parametrize(("most", "in_turns"), [(grid_module._MOST_AT_ONCE, [3]), (2, [2, 1])])
+def test_every_message_gets_its_own_nodes_reply_also_if_they_are_answered_in_turns(
+    grid, config, monkeypatch, most, in_turns
+):
+    monkeypatch.setattr(grid_module, "_MOST_AT_ONCE", most)
     assert list(grid.send_and_receive([])) == []
-    one, other = grid.send_and_receive([train_message(config, node) for node in (12, 10)])
-    assert (one.metadata.src_node_id, other.metadata.src_node_id) == (12, 10)
-    assert one.has_content()
-    assert other.has_content()
-    assert one.metadata.reply_to_message_id != other.metadata.reply_to_message_id != ""
-
-
-def test_messages_that_are_answered_in_turns_all_get_their_replies(grid, config, monkeypatch):
-    monkeypatch.setattr(grid_module, "_MOST_AT_ONCE", 2)
     sizes, execute = [], grid._execute
 
     def counted(tasks):
@@ -69,9 +64,11 @@ def test_messages_that_are_answered_in_turns_all_get_their_replies(grid, config,
     messages = [train_message(config, node) for node in (12, 10, 11)]
     replies = list(grid.send_and_receive(messages))
     assert [reply.metadata.src_node_id for reply in replies] == [12, 10, 11]
+    assert all(reply.has_content() for reply in replies)
     asked = [message.metadata.message_id for message in messages]
     assert [reply.metadata.reply_to_message_id for reply in replies] == asked
-    assert sizes == [2, 1]
+    assert len(set(asked)) == 3
+    assert sizes == in_turns
 
 
 def test_one_failing_task_is_one_error_reply_and_tells_nothing(grid, config):

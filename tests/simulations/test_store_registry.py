@@ -170,7 +170,7 @@ def test_a_released_model_leaves_its_memory_to_others(store, one_model):
     assert is_variant(other.state_dict(), 2)
 
 
-def test_tied_tensors_may_be_stored_once(tmp_path):
+def test_tied_tensors_may_be_stored_once_and_equal_ones_of_one_model_have_memory_of_their_own(tmp_path):
     built = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     built[1].weight = built[0].weight
     tensors = {"0.weight": np.full((8, 8), 3, "f4")}
@@ -178,6 +178,11 @@ def test_tied_tensors_may_be_stored_once(tmp_path):
         add(store, "m", tensors, 16)
         StoreRegistry(store, 10**6).load_into(built, "m")
     assert built[1].weight.eq(3).all()
+    tensors = {"one": np.ones(SIZE, "f4"), "two": np.ones(SIZE, "f4"), "three": np.ones(3, "f4")}
+    with Store(tmp_path / "equal") as store:
+        add(store, "m", tensors)
+        loaded = StoreRegistry(store, 10**6).get("m")
+    assert len({tensor.data_ptr() for tensor in loaded.values()}) == 3
 
 
 @pytest.mark.parametrize(
@@ -220,14 +225,6 @@ def test_tensors_in_common_are_in_memory_once_and_loaded_anew_for_all_if_one_mod
     registry.load_into(other, "v2")
     assert is_variant(one.state_dict(), 1)
     assert is_variant(other.state_dict(), 2)
-
-
-def test_equal_tensors_of_one_model_have_memory_of_their_own(tmp_path):
-    tensors = {"one": np.ones(SIZE, "f4"), "two": np.ones(SIZE, "f4"), "three": np.ones(3, "f4")}
-    with Store(tmp_path / "equal") as store:
-        add(store, "m", tensors)
-        loaded = StoreRegistry(store, 10**6).get("m")
-    assert len({tensor.data_ptr() for tensor in loaded.values()}) == 3
 
 
 def test_models_get_all_memory_where_it_holds_every_distinct_tensor(store, one_model):

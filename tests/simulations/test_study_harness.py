@@ -53,6 +53,8 @@ def run(path: Path, cells: list[NumberCell], **options: object) -> None:
 
 def test_a_cell_has_one_line_with_its_values_and_the_versions_that_made_it(tmp_path, capsys):
     path, cells = tmp_path / "runs.jsonl", [NumberCell(2), NumberCell(3)]
+    run(path, cells, until=time.time() - 1)
+    assert not lines(path), "no cell is begun when time is up"
     run(path, cells[:1])
     first = path.read_bytes()
     run(path, cells)
@@ -84,11 +86,6 @@ def test_a_fragment_goes_and_what_is_no_line_of_a_study_stays(tmp_path):
         with pytest.raises(InputError, match=r"runs\.jsonl: ends in what is no line of a study"):
             append(path, {"key": "3/0"})
         assert path.read_bytes() == content
-
-
-def test_no_cell_is_begun_when_time_is_up(tmp_path):
-    run(tmp_path / "runs.jsonl", [NumberCell(2)], until=time.time() - 1)
-    assert not lines(tmp_path / "runs.jsonl")
 
 
 def test_older_lines_without_a_key_are_known_by_their_values(tmp_path):

@@ -183,17 +183,13 @@ def test_bad_values_are_refused_in_one_line(folder, arguments, message):
     assert err.count("\n") == 1
 
 
-def test_a_folder_without_a_configuration_and_options_without_a_model_are_refused(tmp_path):
+def test_a_folder_without_a_configuration_options_without_a_model_and_an_encoder_are_refused(tmp_path):
     assert "has no config.json" in fedpriv("plan", tmp_path, code=2)[1]
     assert "--bits: plans memory, and there is no MODEL" in fedpriv("plan", "--bits", 4, code=2)[1]
     assert "needs --records and --epsilon, or a MODEL" in fedpriv("plan", "--records", 4, code=2)[1]
-
-
-def test_an_encoder_is_refused_by_its_type(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mpnet"}))
-    assert (
-        "no causal language model that can be built (its model_type is 'mpnet')" in fedpriv("plan", tmp_path, code=2)[1]
-    )
+    refused = fedpriv("plan", tmp_path, code=2)[1]
+    assert "no causal language model that can be built (its model_type is 'mpnet')" in refused
 
 
 def test_a_gguf_file_is_planned_for_by_its_own_numbers(tmp_path):

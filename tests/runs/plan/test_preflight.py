@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from fedpriv.config import ON_NODES, parse
 from fedpriv.errors import InputError
@@ -24,13 +23,9 @@ from fedpriv.privacy.accounting import epsilon_of
 from fedpriv.runs.plan import preflight
 from server import app
 from server.observer import LogObserver
+from tests.server.test_noise_schedule import ADAPTER
 from tests.tiny import with_persons
 
-ADAPTER = {
-    "layer.lora_A.weight": torch.empty(2, 3),
-    "layer.lora_B.weight": torch.empty(3, 2),
-    "head.bias": torch.ones(2),
-}
 ON_NODES_HERE = {"data": ON_NODES, "labels": "a,b"}
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,10 +56,7 @@ def test_a_run_that_can_start_passes(values, tmp_path):
         ({"noise_multiplier": 0}, "noise_multiplier = 0: allowed only on public data"),
         ({"comparison": True, "test_data": "none.csv"}, "comparison = true: .* allowed only on public data"),
         ({"privacy_view": "aggregate"}, "privacy_view = aggregate: does not hold: .*secure_aggregation = false"),
-        (
-            {"prompt_column": "text", "response_column": "label", "test_data": "none.csv"},
-            "generated_answers = .*rouge",
-        ),
+        ({"prompt_column": "text", "response_column": "label", "test_data": "none.csv"}, "generated_answers = .*rouge"),
         ({"model": "./none"}, "model = './none': no such folder"),
         ({"model": "all-MiniLM-L6-v3"}, "model = .*HF_HUB_OFFLINE.*; did you mean all-MiniLM-L6-v2[?]"),
         ({"model": "a model"}, "model = 'a model': no folder here, and no possible name"),

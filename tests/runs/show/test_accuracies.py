@@ -1,13 +1,11 @@
 """The accuracies beside each other: on the page, in the terminal and in a run's status, and of older runs."""
 
-import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from fedpriv.errors import InputError
 from fedpriv.runs._folder import RunFolder
@@ -15,7 +13,7 @@ from fedpriv.runs.figures import format_percent
 from fedpriv.runs.show import joining_table, open_run
 from fedpriv.runs.show._report_page import write_report
 from fedpriv.runs.show._tables import MOST_CLASSES, accuracy_table, confusion_table
-from simulations.display import TerminalObserver
+from tests.runs.written import closing
 
 WARNING = "accuracy 0.871 ± 0.010 is not above 0.860 <b>"
 QUALITY: dict[str, Any] = {
@@ -111,13 +109,10 @@ def test_what_cannot_be_shown_is_refused_by_name(write_run, key, value):
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_terminal_shows_warnings_and_the_same_table(write_run, width):
     run_dir = write_run(**QUALITY)
-    summary = RunFolder(run_dir).summary | {"accuracy_interval": None, "unmoved_tensors": []}
-    console = Console(file=io.StringIO(), width=width)
-    TerminalObserver(console).finished(run_dir, summary)
-    text = console.file.getvalue()
+    text = closing(run_dir, width, accuracy_interval=None, unmoved_tensors=[])
     assert "WARNING" in text
     assert "is not above 0.860" in text
-    for row in accuracy_table(summary).rows:
+    for row in rows_of(run_dir):
         line = next(line for line in text.splitlines() if line.lstrip().startswith(row[0]))
         assert all(cell in line for cell in row)
     assert "chance" not in text

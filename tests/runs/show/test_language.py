@@ -1,17 +1,13 @@
 """The page of a language model's run shows perplexity and answers, and no text of a model becomes markup."""
 
-import io
 import json
 from pathlib import Path
 
-from rich.console import Console
-
-from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._rows import Sample
 from fedpriv.runs._writer import RunWriter
 from fedpriv.runs.show._report_page import write_report
-from simulations.display import TerminalObserver
 from tests.runs.show.test_page import Page, edit_csv
+from tests.runs.written import closing
 
 FIGURES = {
     **{"perplexity": 9.87, "perplexity_initial": 14.2, "perplexity_non_private": 8.5},
@@ -78,10 +74,7 @@ def test_a_run_without_comparison_or_answers_has_a_page(write_run):
 
 
 def test_the_terminal_shows_perplexity_and_what_changed(write_run):
-    run_dir = language_run(write_run)
-    console = Console(file=io.StringIO(), width=100)
-    TerminalObserver(console).finished(run_dir, RunFolder(run_dir).summary)
-    text = console.file.getvalue()
+    text = closing(language_run(write_run), width=100)
     assert "9.87" in text
     assert "against untrained, paired: log perplexity -0.3637 ± 0.0213" in text
     assert json.dumps(0.871)[:5] not in text, "a share of next tokens is no accuracy to be proud of"
