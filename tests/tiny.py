@@ -1,6 +1,7 @@
 """Tiny real models of every kind, and records for them, made on the spot."""
 
 import csv
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,17 +16,21 @@ WORDS = ["the", "a", "patient", "has", "pain", "in", "chest", "knee", "skin", "h
 LABELS = ("cardiology", "dermatology", "neurology")
 
 
+def write_rows(path: Path, rows: Iterable[Iterable[object]]) -> Path:
+    """A CSV of these rows, of which the first is its header."""
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
 def write_table(path: Path, num_records: int = 240, *, seed: int = 0) -> Path:
     """A CSV of learnable records: the label's own word stands among others; three sites hold them."""
-    generator = torch.Generator().manual_seed(seed)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["text", "label", "site"])
-        for row in range(num_records):
-            label = LABELS[row % 3]
-            words = [WORDS[i] for i in torch.randint(len(WORDS), (3 + row % 9,), generator=generator)]
-            writer.writerow([" ".join([*words, label]), label, f"site-{row % 7 % 3}"])
-    return path
+    generator, rows = torch.Generator().manual_seed(seed), [["text", "label", "site"]]
+    for row in range(num_records):
+        label = LABELS[row % 3]
+        words = [WORDS[i] for i in torch.randint(len(WORDS), (3 + row % 9,), generator=generator)]
+        rows.append([" ".join([*words, label]), label, f"site-{row % 7 % 3}"])
+    return write_rows(path, rows)
 
 
 def with_persons(table: Path, path: Path, of: int, *, at_all_sites: bool = False) -> Path:
@@ -36,9 +41,7 @@ def with_persons(table: Path, path: Path, of: int, *, at_all_sites: bool = False
     for row in rows:
         number = seen[row[2]] = seen.get(row[2], -1) + 1
         row.append(f"{'' if at_all_sites else row[2]} P{number // of:03}")
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([[*header, "patient"], *rows])
-    return path
+    return write_rows(path, [[*header, "patient"], *rows])
 
 
 VOCABULARY = 60

@@ -11,7 +11,7 @@ from fedpriv.learning.adapters._locations import model_digest
 from fedpriv.privacy.accounting.views import default_delta
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
-from tests.tiny import LABELS
+from tests.tiny import LABELS, write_rows
 
 # Deriving when a reply leaves takes most of a short test, and where the vault is a process, its replies leave late.
 UNTIMED = {"reply_seconds": 1e-3}
@@ -19,9 +19,7 @@ UNTIMED = {"reply_seconds": 1e-3}
 
 def write_records(path: Path, rows: Sequence[tuple[str, ...]]) -> Path:
     """A CSV with the columns note, department and, where rows say whom they are about, patient."""
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("note", "department", "patient")[: max(map(len, rows), default=2)], *rows])
-    return path
+    return write_rows(path, [("note", "department", "patient")[: max(map(len, rows), default=2)], *rows])
 
 
 def make_vault(

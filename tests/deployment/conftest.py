@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simulations.sites import ROOT, DeployedFederation
-from tests.tiny import LABELS
+from tests.tiny import LABELS, write_rows
 
 # A worker tries all numbers of rows that its memory allows when it starts, and so does the server for its test set.
 MEMORY_LIMIT_MB = 8
@@ -43,11 +43,9 @@ def holdings(folder: Path, table: Path, *more: str, num_nodes: int = 3, persons:
         rows = list(csv.DictReader(file))
     options = {}
     for client in range(num_nodes):
-        path = folder / f"records-{client}.csv"
         site = [row for row in rows if row["site"] == f"site-{client % 3}"]
         own = [[row["text"], row["label"], f"N{place // OF_A_PERSON:03}"] for place, row in enumerate(site)]
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([["note", "ward", "number"], *own])
+        path = write_rows(folder / f"records-{client}.csv", [["note", "ward", "number"], *own])
         columns = ["--text-column", "note", "--label-column", "ward", "--labels", ",".join(LABELS)]
         columns += ["--person-column", "number"] if persons else []
         options[client] = ["--data", str(path), *columns, "--budget-epsilon", "1e6", *more]

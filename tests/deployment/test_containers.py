@@ -1,6 +1,5 @@
 """The images' steps and every command of docs/containers.md, carried out without Docker; and what confines them."""
 
-import csv
 import os
 import re
 import shlex
@@ -18,11 +17,11 @@ import yaml
 
 from fedpriv.learning.data import hospital
 from simulations.sites import ROOT, read_ledger
+from tests.tiny import LABELS, write_rows
 
 DOCKERFILE = ROOT / "docs" / "Dockerfile"
 COMPOSE = ROOT / "docs" / "compose.yaml"
 MAKEFILE = (ROOT / "Makefile").read_text()
-DEPARTMENTS = ("cardiology", "dermatology", "neurology")
 # Its user has to reach Python, and venv to be there.
 PYTHON = "/usr/bin/python3"
 
@@ -131,11 +130,9 @@ def place() -> Iterator[Path]:
     """A folder that other users reach too, with the records of three holders and a test set."""
     folder = Path(tempfile.mkdtemp(prefix="fedpriv-containers-"))
     folder.chmod(0o755)
-    rows = [[m.text, m.department] for m in hospital.generate()[0] if m.department in DEPARTMENTS]
+    rows = [[m.text, m.department] for m in hospital.generate()[0] if m.department in LABELS]
     for number, name in enumerate(("anna", "bruno", "clara", "test")):
-        with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([["note", "department"], *rows[number::4][:60]])
-        (folder / f"{name}.csv").chmod(0o644)
+        write_rows(folder / f"{name}.csv", [["note", "department"], *rows[number::4][:60]]).chmod(0o644)
     yield folder
     shutil.rmtree(folder)
 

@@ -47,11 +47,7 @@ def test_lines_and_exit_code_come_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("child", "number", "code"),
-    [
-        (_ENDS_WELL, signal.SIGTERM, 0),
-        (_ENDS_WELL, signal.SIGINT, 7),
-        (_IS_KILLED, signal.SIGTERM, 0),
-    ],
+    [(_ENDS_WELL, signal.SIGTERM, 0), (_ENDS_WELL, signal.SIGINT, 7), (_IS_KILLED, signal.SIGTERM, 0)],
 )
 def test_signal_reaches_the_child_and_its_exit_code_comes_back(child, number, code):
     outer = subprocess.Popen([sys.executable, "-c", _OUTER, child], stdout=subprocess.PIPE, text=True, cwd=ROOT)

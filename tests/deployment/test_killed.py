@@ -5,15 +5,7 @@ import time
 import pytest
 
 from simulations.sites import CLIENT, kit, wait_until
-from tests.deployment.killing import (
-    AGAIN_SECONDS,
-    HIT,
-    NOTICED_SECONDS,
-    charge,
-    check_ledgers,
-    kill,
-    wait_until_gone,
-)
+from tests.deployment.killing import AGAIN_SECONDS, HIT, NOTICED_SECONDS, charge, check_ledgers, kill, wait_until_gone
 from tests.deployment.test_faults import start_again
 
 pytestmark = pytest.mark.deployment

@@ -5,15 +5,7 @@ import time
 import pytest
 
 from simulations.sites import wait_until
-from tests.deployment.killing import (
-    AGAIN_SECONDS,
-    NODES,
-    NOTICED_SECONDS,
-    charge,
-    check_ledgers,
-    kill,
-    wait_until_gone,
-)
+from tests.deployment.killing import AGAIN_SECONDS, NODES, NOTICED_SECONDS, charge, check_ledgers, kill, wait_until_gone
 from tests.deployment.test_faults import num_rounds
 
 pytestmark = pytest.mark.deployment

@@ -1,6 +1,5 @@
 """Every command of docs/deployment.md, run as it stands there but for address, ports and home folder."""
 
-import csv
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from fedpriv.learning.data import hospital
 from fedpriv.operate import joining
 from fedpriv.privacy.ledger import keys
 from simulations.sites import ROOT, free_port, read_ledger, wait_until
+from tests.tiny import LABELS, write_rows
 
 pytestmark = pytest.mark.deployment
 
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.deployment
 MOST_RECORDS = 150
 
 HOLDERS = (("anna", "St. Anna"), ("bruno", "St. Bruno"), ("clara", "St. Clara"))
-DEPARTMENTS = ("cardiology", "dermatology", "neurology")
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         f"{key}.csv": [m for m in train if m.hospital == name] for (key, _), name in zip(HOLDERS, names, strict=False)
     }
     for file, messages in {**parts, "test.csv": test}.items():
-        with (tmp_path / file).open("w", newline="") as out:
-            rows = [[m.text, m.department] for m in messages if m.department in DEPARTMENTS][:MOST_RECORDS]
-            csv.writer(out).writerows([["note", "department"], *rows])
+        rows = [[m.text, m.department] for m in messages if m.department in LABELS][:MOST_RECORDS]
+        write_rows(tmp_path / file, [["note", "department"], *rows])
     shell = Shell(tmp_path)
     yield shell
     shell.close()

@@ -23,7 +23,7 @@ from tests.marks import slow
 from tests.notes import Notes
 from tests.server import parts
 from tests.server.parts import StopsAfter
-from tests.tiny import LABELS
+from tests.tiny import LABELS, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +37,9 @@ def run(small_run, tmp_path):
     """Runs a federation of {holder: number of records} on the ledger; {holder: its figures}, and what it says."""
 
     def go(name: str, sizes: dict[str, int], **changes: object) -> tuple[dict[str, dict], list[str]]:
-        table, observer = tmp_path / "records.csv", Notes()
+        observer = Notes()
         rows = [(f"{c} has pain {i}", LABELS[i % 3], c) for c, size in sizes.items() for i in range(size)]
-        with table.open("w", newline="") as file:
-            csv.writer(file).writerows([("text", "label", "site"), *rows])
+        table = write_rows(tmp_path / "records.csv", [("text", "label", "site"), *rows])
         values = small_run | {"data": str(table), "simulate": False, "ledger": str(tmp_path / "ledger.sqlite")}
         values |= {"out": str(tmp_path / name), "local_steps": 1, "rounds": 1}
         federation.run(parse(values | changes), observer)
@@ -171,8 +170,7 @@ CHANGES = {
 def change(path: Path, how) -> None:
     header, *rows = csv.reader(path.open(newline=""))
     how(rows)
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
+    write_rows(path, [header, *rows])
 
 
 @pytest.mark.parametrize("ledger", [False, *slow(True)], ids=["no ledger", "ledger"])

@@ -19,6 +19,7 @@ from server.observer import LogObserver
 from simulations import initial
 from simulations.__main__ import app
 from simulations.engines import federation
+from tests.tiny import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,14 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def letters(tmp_path):
     """A table with a column that looks like each of the three, and others that do not."""
-    path = tmp_path / "letters.csv"
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["id", "body", "ward", "hospital", "sex"])
-        for row in range(120):
-            text = f"the patient says number {row} hurts since {row % 7} days, and asks what to do"
-            rows.writerow([row, text, ("skin", "heart", "bone")[row % 3], f"St. {'ABCD'[row % 4]}", "mf"[row % 2]])
-    return path
+    rows = [["id", "body", "ward", "hospital", "sex"]]
+    for row in range(120):
+        text = f"the patient says number {row} hurts since {row % 7} days, and asks what to do"
+        rows.append([row, text, ("skin", "heart", "bone")[row % 3], f"St. {'ABCD'[row % 4]}", "mf"[row % 2]])
+    return write_rows(tmp_path / "letters.csv", rows)
 
 
 def init(folder, *options):
@@ -153,9 +151,7 @@ def test_a_person_is_asked_a_question_for_each_column_and_the_result_runs(letter
 def visits(letters):
     """The same with a column of patients, of whom each has three letters to one hospital."""
     header, *rows = csv.reader(letters.read_text().splitlines())
-    with letters.open("w", newline="") as file:
-        csv.writer(file).writerows([[*header, "mrn"], *([*row, f"{int(row[0]) % 40:04}"] for row in rows)])
-    return letters
+    return write_rows(letters, [[*header, "mrn"], *([*row, f"{int(row[0]) % 40:04}"] for row in rows)])
 
 
 def test_a_column_of_persons_makes_these_the_unit_and_a_person_is_asked_for_it(visits, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Whole runs on the in-process engine: reproducible in `simulate`, complete on disk, marked for what they are."""
 
-import csv
 import tomllib
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from server.summary import unmoved_tensors
 from tests.adversary.models import with_words
 from tests.marks import slow
 from tests.server.parts import run, summary
-from tests.tiny import LABELS, llama_config
+from tests.tiny import LABELS, llama_config, write_rows
 
 SECURE = {"simulate": False, "public_data": True, "baselines": False, "rounds": 1}
 
@@ -211,9 +210,8 @@ def test_a_run_whose_first_round_is_noise_alone_says_so_and_stops(engine, small_
     changes = {"model": str(model), "engine": engine, "sampling_probability": 1.0, "test_data": ""}
     changes |= {"labels": LABELS, "simulate": False, "table_checks": "warn", "local_steps": 1}
     for text, ends in (("jane", "stops"), ("pain", "goes on")):
-        table = tmp_path / f"{ends}.csv"
-        with table.open("w", newline="") as file:
-            csv.writer(file).writerows([("text", "label", "site"), *rows, (text, LABELS[0], "site-0")])
+        added = [("text", "label", "site"), *rows, (text, LABELS[0], "site-0")]
+        table = write_rows(tmp_path / f"{ends}.csv", added)
         if ends == "stops":
             with pytest.raises(InputError, match=r"^round 1: is noise alone, since none of the records .* gradient"):
                 run(small_run, tmp_path / ends, data=str(table), **changes)

@@ -90,39 +90,31 @@ def test_flower_is_what_was_read_when_its_private_names_were_replaced():
     assert found == {part.__qualname__: digest for part, digest in SOURCES.items()}
 
 
-class Clock:
-    """Time that passes in sleep alone."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.slept: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-
-
 def test_a_supernode_pauses_for_shorter_while_messages_come(monkeypatch):
-    clock, told, flower, messages = Clock(), [], start_client_internal, [None, 7]
+    """Time passes in sleep alone."""
+    now, slept, told, flower, messages = 1000.0, [], [], start_client_internal, [None, 7]
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
     monkeypatch.setattr(flower, "_pull_and_store_message", lambda **_: messages.pop(0))
     monkeypatch.setattr(flower, "time", flower.time)  # both are put back
-    monkeypatch.setattr(approved_supernode, "time", clock)
-    approved_supernode.keep_pace(lambda: told.append(clock.now))
-    clock.now += 60
+    monkeypatch.setattr(approved_supernode, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    approved_supernode.keep_pace(lambda: told.append(now))
+    now += 60
     assert flower._pull_and_store_message(state="...") is None
     flower.time.sleep(3)
-    assert clock.slept == [3], "as long as Flower asks, when nothing has come for long"
+    assert slept == [3], "as long as Flower asks, when nothing has come for long"
     assert told == []
     assert flower._pull_and_store_message(state="...") == 7
-    assert told == [clock.now]
+    assert told == [now]
     flower.time.sleep(0.5)
-    assert clock.slept.pop() == 0.05
-    clock.now += 2
+    assert slept.pop() == 0.05
+    now += 2
     flower.time.sleep(3)
-    assert clock.slept.pop() == pytest.approx(0.205)
+    assert slept.pop() == pytest.approx(0.205)
 
 
 @pytest.mark.parametrize("ends_at", [None, "pull_object", "confirm_message_received"])

@@ -85,11 +85,7 @@ def test_settings_that_the_registered_data_set_does_not_have_or_allow_fail_until
         ("models", lambda node: node.vault.models.write_text(""), "run `approve-model`"),
         ("models", lambda node: (node.folder.parent / "model" / "vocab.txt").write_text("more"), "its files changed"),
         pytest.param("decisions", lambda node: os.chown(node.approved, 1, 1), "run chown 0 /", marks=needs_root),
-        (
-            "registered",
-            lambda node: [each.unlink() for each in node.folder.glob("ledger.sqlite*")],
-            "no data set",
-        ),
+        ("registered", lambda node: [each.unlink() for each in node.folder.glob("ledger.sqlite*")], "no data set"),
         ("data", lambda node: node.vault.data.unlink(), "no such file"),
         ("files", lambda node: node.vault.data.chmod(0o604), "own.csv: mode 604 lets everybody in; chmod 600 /"),
         ("files", lambda node: node.vault.ledger.chmod(0o604), "ledger.sqlite: mode 604 lets everybody in; chmod 600"),
