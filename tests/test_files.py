@@ -65,14 +65,6 @@ def test_what_a_person_may_have_saved_is_read_in_one_way():
     assert {path.relative_to(root).with_suffix("").as_posix() for path in read} == READ_OTHERWISE
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
-    def fsync(_descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-
-
 def test_a_new_file_does_not_replace_one(tmp_path):
     path = tmp_path / "key"
     files.write_new(path, b"one", mode=0o600)
@@ -81,7 +73,11 @@ def test_a_new_file_does_not_replace_one(tmp_path):
     assert (path.read_bytes(), path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (b"one", 0o600, [path])
 
 
-def test_a_full_disk_leaves_nothing_behind_but_the_old_file(tmp_path, full_disk):
+def test_a_full_disk_leaves_nothing_behind_but_the_old_file(tmp_path, monkeypatch):
+    def fsync(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
     path = tmp_path / "key"
     for write in (files.write_new, files.replace_file):
         with pytest.raises(OSError, match="No space"):
@@ -169,14 +165,11 @@ def test_each_event_is_a_line_with_its_time_and_what_all_share(tmp_path):
     assert len(second["reason"]) == 300
 
 
-def test_what_is_no_plain_value_is_refused(tmp_path):
+def test_what_is_no_plain_value_is_refused_and_a_file_that_cannot_be_written_costs_the_event_alone(tmp_path, caplog):
     for path in (tmp_path / "events.jsonl", None):
         with pytest.raises(TypeError, match="texts: an event holds plain values, not list"):
             Journal(path).write("released", texts=["a record"])
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_cannot_be_written_costs_the_event_alone(tmp_path, caplog):
     Journal(tmp_path / "missing" / "events.jsonl").write("charged")
     assert "could not be written" in caplog.text
     Journal(None).write("charged")

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from torch import Tensor
 
@@ -62,8 +61,3 @@ def with_body(sent: bytes, change: Callable[[bytes], bytes]) -> bytes:
 def arrays_of(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """The arrays of tensors."""
     return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-
-def tensors_of(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """The tensors of arrays."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

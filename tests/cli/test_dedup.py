@@ -86,13 +86,12 @@ def damage_blocks(store: Path) -> None:
     blocks.write_bytes(content)
 
 
-def damage_index(store: Path) -> None:
-    (store / "index.sqlite").write_text("{}")
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [(damage_blocks, "tensor 'weight': 1 of its 64 blocks damaged"), (damage_index, "index.sqlite: damaged")],
+    [
+        (damage_blocks, "tensor 'weight': 1 of its 64 blocks damaged"),
+        (lambda store: (store / "index.sqlite").write_text("{}"), "index.sqlite: damaged"),
+    ],
 )
 def test_a_damaged_store_is_reported_and_stays_as_it_is(stored, tmp_path, damage, said):
     store = shutil.copytree(stored.path, tmp_path / "store")

@@ -7,6 +7,7 @@ import psutil
 
 from simulations.sites import DeployedFederation, Service, read_ledger, wait_until
 from tests.deployment.test_faults import num_charges, num_rounds
+from tests.deployment.test_processes import lives
 
 NODES = range(2)
 HIT = 1
@@ -46,13 +47,6 @@ def wait_until_gone(before: dict[psutil.Process, str], service: Service) -> None
     while left := orphans():
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def charge(federation: DeployedFederation, run: Service) -> None:

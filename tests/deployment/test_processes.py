@@ -83,7 +83,10 @@ def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.P
 
 def lives(process: psutil.Process) -> bool:
     """Whether it runs; nobody may have asked yet how it ended."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def mark_of(folder: Path) -> dict[str, str]:

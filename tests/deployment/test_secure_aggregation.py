@@ -27,7 +27,10 @@ class Summing(DeployedFederation):
         self.nodes = range(num_nodes)
         self.halts, self.checkout = folder / "halts", folder / "checkout"
         self.halts.mkdir()
-        halting_checkout(self.checkout, self.halts)
+        honest = copied_checkout(self.checkout) / "server" / "app.py"
+        honest.rename(honest.with_name("honest_app.py"))
+        text = Path(__file__).with_name("halting_server.py").read_text()
+        honest.write_text(text.replace("FOLDER", str(self.halts)))
         digest = bundle_digest(self.checkout)
         for client in self.nodes:
             self.approve(client, digest)
@@ -56,14 +59,6 @@ class Summing(DeployedFederation):
         for process in psutil.Process(self.services[f"node-{client}"].process.pid).children(recursive=True):
             if any("spawn_main" in part for part in process.cmdline()):
                 process.kill()
-
-
-def halting_checkout(checkout: Path, halts: Path) -> None:
-    """A copy of what is bundled, whose coordinator halts."""
-    copied_checkout(checkout)
-    (checkout / "server" / "app.py").rename(checkout / "server" / "honest_app.py")
-    text = Path(__file__).with_name("halting_server.py").read_text()
-    (checkout / "server" / "app.py").write_text(text.replace("FOLDER", str(halts)))
 
 
 @pytest.fixture(scope="module", params=[3])

@@ -103,7 +103,8 @@ def test_a_run_that_a_batch_system_ends_says_how_to_go_on_and_leaves_no_process(
     command = [sys.executable, "-m", "simulations", "run", config, "--engine", "ray", "--out", out]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    wait_until(lambda: run.poll() is not None or "\n2," in text_of(out / "rounds.csv"), "two rounds", 300)
+    rounds = out / "rounds.csv"
+    wait_until(lambda: run.poll() is not None or (rounds.exists() and "\n2," in rounds.read_text()), "two rounds", 300)
     of_ray = psutil.Process(run.pid).children(recursive=True)
     assert len(of_ray) > 3
     run.terminate()
@@ -112,10 +113,6 @@ def test_a_run_that_a_batch_system_ends_says_how_to_go_on_and_leaves_no_process(
     assert told.decode().splitlines()[-1].endswith(f"resume it: {resume_command(out, 'ray')}")
     _, alive = psutil.wait_procs(of_ray, timeout=60)
     assert not alive
-
-
-def text_of(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def test_a_sweep_gives_the_results_of_one_machine(

@@ -56,7 +56,6 @@ ONE_ARM = {
     "dp_step": ["--memory-of", "dp", "--layers", "last-2"],
     "registered_clients": ["--one", "4", "--sampled", "2", "--rounds", "1"],
 }
-RESULTS = Path(__file__).parents[2] / "results"
 CLAIM = {"claim": "one over other", "ratio": 1.2345, "target": 1.1, "met": False}
 MADE = {"date": "2026-11-27", "machine": {"processor": "P", "cores": 2, "gib": 23}}
 SOFTWARE = {"torch": "2.13.0", "commit": "0123456789"}

@@ -31,7 +31,6 @@ from simulations.benchmarks.dedup_loading import ARMS, LoadingReport, bench, res
 from tests.simulations.test_store_registry import add
 from tests.simulations.workloads import LARGE, Greedy, Reading, Workload, network
 
-SIZE = 64
 NUM_VARIANTS = 6
 NUM_QUERIES = 40
 
@@ -402,10 +401,6 @@ def test_time_in_which_others_have_the_processor_is_not_counted():
     assert 0.19 < taken <= time.perf_counter() - began
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-4])
-
-
 def unpicklable() -> Workload:
     workload = Workload()
     workload.opened = lambda: None
@@ -417,7 +412,7 @@ def unpicklable() -> Workload:
     [
         (lambda files: files.pop("v4"), {}, "files: none for variant 'v4'; give one for each of the store's 6"),
         (lambda files: files["v4"].unlink(), {}, "v4.safetensors: cannot be read"),
-        (lambda files: cut(files["v4"]), {}, "v4.safetensors: cannot be read"),
+        (lambda files: files["v4"].write_bytes(files["v4"].read_bytes()[:-4]), {}, "v4.safetensors: cannot be read"),
         (
             lambda files: safetensors.numpy.save_file({"0.bias": np.ones(64, "f4")}, files["v4"]),
             {},
@@ -445,7 +440,6 @@ def test_what_cannot_be_measured_is_one_line(store, files, change, options, said
 
 
 def test_empty_store_is_refused(tmp_path):
-    with Store(tmp_path / "empty"):
-        pass
+    Store(tmp_path / "empty").close()
     with pytest.raises(InputError, match="holds no variants"):
         bench(tmp_path / "empty", {})

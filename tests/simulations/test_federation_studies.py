@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import combinations
 from math import sqrt
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -31,27 +30,23 @@ from tests.tiny import LABELS, WORDS
 
 RUNS = "runs.jsonl"
 CELL = UtilityCell(corpus="tiny", method="head", epsilon=8.0)
-RESULTS = Path(__file__).resolve().parents[2] / "results"
 SUM_CELL = SumCell(corpus="tiny", arm=AGGREGATE, epsilon=8.0)
 
 
-def tiny_corpus() -> Corpus:
+def frames(_data, seed):
     """120 records for training and 30 for testing; client b has two of four."""
-
-    def frames(_data, seed):
-        rng = np.random.default_rng(seed)
-        labels = [LABELS[i % len(LABELS)] for i in range(150)]
-        texts = [" ".join([label, *rng.choice(WORDS, 3)]) for label in labels]
-        frame = pd.DataFrame({"text": texts, "label": labels, "client": (["a", "b", "b", "c"] * 38)[:150]})
-        return frame[:120], frame[120:]
-
-    return Corpus(frames=frames, sharing=(("partition", "natural"), ("client_column", "client")))
+    rng = np.random.default_rng(seed)
+    labels = [LABELS[i % len(LABELS)] for i in range(150)]
+    texts = [" ".join([label, *rng.choice(WORDS, 3)]) for label in labels]
+    frame = pd.DataFrame({"text": texts, "label": labels, "client": (["a", "b", "b", "c"] * 38)[:150]})
+    return frame[:120], frame[120:]
 
 
 @pytest.fixture
 def tiny(tiny_bert, monkeypatch):
     """A corpus of three clients whose labels are words of its texts, and a model that takes seconds."""
-    monkeypatch.setitem(corpora.CORPORA, "tiny", tiny_corpus())
+    corpus = Corpus(frames=frames, sharing=(("partition", "natural"), ("client_column", "client")))
+    monkeypatch.setitem(corpora.CORPORA, "tiny", corpus)
     small = {"model": str(tiny_bert), "layers": "last-1", "rank": 4, "rounds": 3}
     for methods, name in ((METHODS, "head"), (METHODS, CENTRAL), (sums.METHODS, sums.HEAD)):
         monkeypatch.setitem(methods, name, {**methods[name], **small})

@@ -153,15 +153,12 @@ class SmallNet(nn.Module):
         return self.head(self.base(x))
 
 
-def build_lora() -> OwnModel:
-    return own(get_peft_model(SmallNet(), LoraConfig(r=2, target_modules=["head"])).eval())
-
-
 def test_lora_on_a_convolutional_net_is_trained_alone(tmp_path):
-    result = run(
-        **{**SEEDED, "model": build_lora, "noise_multiplier": 0.0, "rounds": 8, "clipping": "split"},
-        out=tmp_path / "run",
-    )
+    def build() -> OwnModel:
+        return own(get_peft_model(SmallNet(), LoraConfig(r=2, target_modules=["head"])).eval())
+
+    changes = {"model": build, "noise_multiplier": 0.0, "rounds": 8, "clipping": "split"}
+    result = run(**{**SEEDED, **changes}, out=tmp_path / "run")
     tensors = load_file(result.folder / "variants" / "global" / "model.safetensors")
     assert sorted(tensors) == [f"base_model.model.head.lora_{part}.default.weight" for part in "AB"]
     assert result.summary["adapters_moved"]

@@ -83,14 +83,11 @@ def test_what_cannot_be_dealt_is_said_with_its_numbers(labels, size, words):
     assert "\n" not in str(caught.value)
 
 
-def test_the_papers_examples():
+def test_advice_is_that_of_the_paper_by_thumb_and_of_the_pac_form():
     """Section 4.1: 172 and 197 weights need 1720 and 1970 records, which leaves 5 disjoint subsamples of 10,000."""
     for weights, records in ((172, 1720), (197, 1970)):
         by_thumb = advice(weights, 10_000).rule_of_thumb
         assert (by_thumb.records, by_thumb.num_subsamples) == (records, 5)
-
-
-def test_the_pac_form():
     found = advice(100, 10**6, excess_loss=0.1, failure_probability=math.exp(-5), subsample_size=500)
     assert found.pac.records == pytest.approx(10_500, abs=1)
     assert found.pac.num_subsamples == 95

@@ -62,10 +62,6 @@ def sampled(q: float, z: float, steps: int) -> float:
     return accountant.get_epsilon(DELTA)
 
 
-def found_at_most(mu: float) -> float:
-    return float(norm.cdf(norm.ppf(0.01) + mu))
-
-
 # {file: (z of one release, number of releases)} of noise without sampling, by hand from each platform's source.
 UNSAMPLED = {
     "flip.toml": (1e-4 * K / 10 / (2 * 1.0 * 1.001), 3),  # s / (2 C), less 0.1 % for clipping in float32
@@ -108,7 +104,7 @@ def test_noise_without_sampling_has_the_closed_form(name):
     assert (found["unit"], found["releases"]) == ("client", count)
     lost = 1e-9 * count if name == "flower_adaptive.py" else 0.0
     assert plain_delta(mu, found["epsilon"]) == pytest.approx(DELTA - lost, rel=1e-3)
-    assert found["found"] == pytest.approx(found_at_most(mu), abs=1e-6)
+    assert found["found"] == pytest.approx(norm.cdf(norm.ppf(0.01) + mu), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["flower_opacus.py", *slow("opacus_mnist.py", "dp_lora.toml")])

@@ -72,7 +72,8 @@ def test_a_run_is_shown_round_by_round_until_the_block_fails_and_says_why(tmp_pa
             assert "0 of 10 rounds" in report.read_text()
             for round_ in (1, 2):
                 grow(writer, round_)
-                look_at_once(look)
+                look.__self__._share = Share()  # as if enough time had passed since the last page
+                look()
                 assert f"{round_} of 10 rounds" in report.read_text()
             assert '<span class="state running">' in report.read_text()
             assert "<script>" in report.read_text()
@@ -85,13 +86,6 @@ def test_a_run_is_shown_round_by_round_until_the_block_fails_and_says_why(tmp_pa
     assert "too few &lt;script&gt;" in last
     assert "as the last page" in last
     assert "<script" not in last, "it does not load itself again"
-
-
-def look_at_once(look: Any) -> None:
-    """As if enough time had passed since the last page."""
-    writer: PageWriter = look.__self__
-    writer._share = Share()
-    look()
 
 
 def test_a_page_says_when_the_next_is_due_and_runs_no_script_but_its_own(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A run's folder as a finished run leaves it, without a run: five rounds, two clients, one comparison."""
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,3 @@ def summary() -> dict[str, Any]:
         **{"epsilon_local_max": 2.0, "num_rounds": NUM_ROUNDS, "caveat": "", "noise_source": "secure"},
         **{"audit": {"epsilon_lower": 0.25, "claim": "holds"}, "clients": clients, "ledger_head": "abc"},
     }
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """What `round_row` wrote, as tables are read."""
-    return [asdict(round_row(round_)) for round_ in range(NUM_ROUNDS + 1)]

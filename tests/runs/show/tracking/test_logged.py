@@ -16,10 +16,6 @@ def nowhere(path: str) -> bool:
     return False
 
 
-def values_of(path: str = "/x") -> dict[str, object]:
-    return {key: "" if value is None else value for key, value in asdict(config(path)).items()}
-
-
 def test_a_row_is_logged_but_for_what_is_empty_or_infinite():
     assert ROUND_METRICS.keys() == {field.name for field in fields(RoundRow)} - {"round"}
     assert len(set(ROUND_METRICS.values())) == len(ROUND_METRICS)
@@ -52,7 +48,8 @@ def test_final_figures_are_the_summary_s_numbers_and_facts_its_words():
 
 
 def test_no_path_and_no_machine_is_in_the_parameters():
-    told = _tracker.parameters(_tracker.configuration(values_of(), nowhere))
+    values = {key: "" if value is None else value for key, value in asdict(config("/x")).items()}
+    told = _tracker.parameters(_tracker.configuration(values, nowhere))
     assert SECRET not in json.dumps(told)
     assert (told["data"], told["model"]) == ("letters.csv", "my-model")
     assert not told.keys() & {"out", "ledger", "node_keys", "resume", "ray_address", "track"}
