@@ -94,8 +94,4 @@ def save(model: Any, folder: Path, *, tokenizer_of: Path) -> Path:
 # Every day one of each way to be different; the others are slow tests.
 EVERY_DAY = ("bert", "gpt2", "llama", "mixtral")
 # Where peft has no default.
-TARGETS = {
-    "fnet": ("dense",),
-    "olmo2": ("q_proj", "v_proj"),
-    "phi3": ("qkv_proj",),
-}
+TARGETS = {"fnet": ("dense",), "olmo2": ("q_proj", "v_proj"), "phi3": ("qkv_proj",)}

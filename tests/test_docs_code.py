@@ -29,10 +29,7 @@ OUTPUT = ("csv", "json", "key", "sqlite", "toml", "yaml")
 
 FENCED = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
 INLINE = re.compile(r"`([^`\n]+)`")
-APPS = {
-    "fedpriv": "fedpriv.cli.main",
-    "python -m simulations": "simulations.__main__",
-}
+APPS = {"fedpriv": "fedpriv.cli.main", "python -m simulations": "simulations.__main__"}
 # `fedpriv serve FOLDER` means `fedpriv serve run FOLDER`.
 BY_DEFAULT = {"serve": "run"}
 PROGRAM = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/bin/)?(?P<program>{'|'.join(APPS)})(?P<rest> .*|$)")

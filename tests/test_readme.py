@@ -83,13 +83,17 @@ def lines_to_type() -> list[str]:
     return typed + [made for made in re.findall(r"`(make \w+)`", README) if made not in typed]
 
 
+def environment() -> dict[str, str]:
+    """The variables of this process without what leads to this clone."""
+    return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
+
+
 def start(line: str, folder: Path, *more: object, programs: Path = HERE) -> str:
     """What a line prints, with the programs of this environment or another one; it ends with success."""
     program, *words = shlex.split(line)
-    environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
-    environment |= {"COLUMNS": "100"} | ({"PYTHONPATH": str(ROOT)} if programs == HERE else {})
+    variables = environment() | {"COLUMNS": "100"} | ({"PYTHONPATH": str(ROOT)} if programs == HERE else {})
     command = [str(programs / Path(program).name), *words, *map(str, more)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -1,7 +1,6 @@
 """The wheel alone, in an empty environment: what somebody gets who installs fedpriv without the repository."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from fedpriv.operate import approvals
 from simulations.sites import free_port, wait_until
 from tests.cli.inputs import write_csv
 from tests.test_docs_code import ROOT, blocks
-from tests.test_readme import README, check_own_data, start
+from tests.test_readme import README, check_own_data, environment, start
 
 ACCOUNT = "account --noise-multiplier 1.88 --sampling-probability 0.16 --steps 30 --delta 1e-5"
 
@@ -25,10 +24,6 @@ ACCOUNT = "account --noise-multiplier 1.88 --sampling-probability 0.16 --steps 3
 TRAP = "raise SystemExit('this is not fedpriv')\n"
 
 pytestmark = pytest.mark.slow
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
 
 
 def run(folder: Path, *command: object, code: int = 0) -> str:

@@ -87,13 +87,6 @@ def test_clock_is_compared_with_the_servers(folder, seconds, ok):
     assert not checks._check_clock(HOST, free_port(), folder / "ca.crt").ok, "there is no server"
 
 
-def test_port(folder):
-    with socket.create_server((HOST, 0)) as taken:
-        port = taken.getsockname()[1]
-        assert not checks.check_port_free(HOST, port).ok
-    assert checks.check_port_free(HOST, port).ok
-
-
 @pytest.mark.parametrize(
     ("host", "port", "advice"),
     [("192.0.2.1", 9, "this machine has no such address"), ("127.0.0.1", 1, "the unit that `units` writes")],

@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from fedpriv.config import parse
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
+from simulations.sites import wait_until
 from tests.integration.killed_run import killed
 from tests.marks import slow
 
@@ -29,21 +30,25 @@ def test_no_kill_loses_an_entry_or_leaves_a_release_uncharged(small_run, tmp_pat
     assert min(replies.values()) > kills, "the kills hit runs at work"
 
 
-def killed_when(has_come: Callable[[], bool], folder: Path, *arguments: str) -> None:
-    """Start a run, and kill it by SIGKILL once that is so; until then, it is running."""
-    command = [sys.executable, "-m", "simulations", "run", *arguments]
+@contextmanager
+def killed_after(has_come: Callable[[], bool], *arguments: str) -> Iterator[None]:
+    """`python -m simulations ARGUMENTS`, which has come so far, and which SIGKILL ends with the block."""
+    command = [sys.executable, "-m", "simulations", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 300
-        while not has_come():
-            assert process.poll() is None, "the run ended by itself, nothing would be tested"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        found = status_of(RunFolder(folder))
-        assert (found.state, found.is_alive) == ("running", True)
+        wait_until(lambda: process.poll() is not None or has_come(), "the moment to kill it", 600, every=0.01)
+        assert process.poll() is None, "it ended by itself, nothing would be tested"
+        yield
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def killed_when(has_come: Callable[[], bool], folder: Path, *arguments: str) -> None:
+    """Start a run, and kill it by SIGKILL once that is so; until then, it is running."""
+    with killed_after(has_come, "run", *arguments):
+        found = status_of(RunFolder(folder))
+        assert (found.state, found.is_alive) == ("running", True)
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
-from fedpriv.privacy.ledger.entries import Charge, DataSet, Key
+from fedpriv.privacy.ledger.entries import DataSet
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs import files
 from fedpriv.runs._folder import RunFolder
 from fedpriv.runs._status import status_of
 from fedpriv.runs.figures import format_bound
 from tests.cli.command_line import as_json, fedpriv
+from tests.cli.inputs import charge
 from tests.runs.written import NAMES, NOW, SIZES, WriteRun, event, shown, status, write_checkpoint, wrote
 
 
@@ -123,9 +124,7 @@ def test_what_is_charged_counts_before_its_round_is_over(write_run: WriteRun, ro
     release = Release(event=event, rho_bar=0.5)
     with Ledger(folder / files.LEDGER) as ledger:
         ledger.register_all([DataSet(id="d0", client="0", num_records=SIZES[0], delta=1e-5)])
-        for round_ in range(1, rounds + 2):
-            key = Key(run="5eed", client="0", round=round_, request="q")
-            ledger.charge([Charge(key=key, data_set="d0", release=release, noise_source="secure")])
+        charge(ledger, "d0", *[release] * (rounds + 1), run="5eed")
     found = status(folder)
     paid = epsilon_of([event.with_count(rounds + 1)], 1e-5, "rdp").epsilon
     assert found.clients[0].epsilon_local == pytest.approx(paid)

@@ -25,6 +25,7 @@ from server.observer import LogObserver, RunProgress, answers
 from simulations.display import TerminalObserver, _phases_of, _screen_of, _time_left
 from simulations.engines import federation
 from simulations.engines.federation import _Followed
+from tests.runs.written import round_row
 from tests.tiny import with_persons
 
 NAMES = ("St. Anna", "Clinic of the North West and Lakes Region", "\x1b[31mred[bold]")
@@ -37,10 +38,8 @@ class Terminal(io.StringIO):
 
 
 def row(round_: int, **changes: Any) -> RoundRow:
-    values: dict[str, Any] = {f"num_{name}": 0 for name in ("silent", "failures", "late", "retired")}
-    values |= {"num_selected": 3, "num_replies": 3, "test_accuracy": 0.798, "test_loss": 1.0, "seconds": 4.0}
-    values |= {"epsilon_local_max": 1.9, "epsilon_rho_max": 3.8, "epsilon_aggregate_max": None}
-    return RoundRow(round=round_, **(values | {"bytes_up": 1_000_000, "bytes_down": 1_000_000} | changes))
+    values: dict[str, Any] = {"test_accuracy": 0.798, "epsilon_local_max": 1.9, "epsilon_rho_max": 3.8}
+    return round_row(round_, [], **(values | {"bytes_up": 1_000_000, "bytes_down": 1_000_000} | changes))
 
 
 def observed(console: Console, **changes: Any) -> TerminalObserver:

@@ -3,13 +3,8 @@
 import io
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import dp_accounting
@@ -31,6 +26,7 @@ from simulations.sweeps.plan import _ACCURACY, _PERPLEXITY, expand, metric_of, r
 from simulations.sweeps.result import SweepSpending, total
 from simulations.sweeps.runner import attempts
 from tests.foreign import planted
+from tests.integration.test_kill import killed_after
 from tests.marks import slow
 from tests.runs.test_presence import other_process
 
@@ -243,15 +239,9 @@ def test_plots_and_tables_manage_without_a_finished_run(write, tmp_path):
 @pytest.mark.parametrize(("num_runs", "finished"), [(3, 1), (12, 5)])
 def test_a_sweep_that_is_killed_half_way_repeats_nothing_that_was_finished(write, base, tmp_path, num_runs, finished):
     path, out = write(**base, grid={"seed": list(range(num_runs))}), tmp_path / "out"
-    command = [sys.executable, "-m", "simulations", "sweep", str(path), "--out", str(out), "--max-parallel", "1"]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 600
-    while len(list(out.glob("*/summary.json"))) < finished:
-        assert process.poll() is None, "the sweep ended by itself, nothing would be tested"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    so_far = lambda: len(list(out.glob("*/summary.json"))) >= finished  # noqa: E731
+    with killed_after(so_far, "sweep", str(path), "--out", str(out), "--max-parallel", "1"):
+        pass
     before = {p: json.loads(p.read_text())["run_id"] for p in out.glob("*/summary.json")}
     assert finished <= len(before) < num_runs
     said = io.StringIO()

@@ -107,6 +107,12 @@ def make_node(make: Callable[..., Made]) -> Callable[..., Node]:
 
 
 @pytest.fixture
+def node(make_node: Callable[..., Node]) -> Node:
+    """Partition 1 of the corpus, which has approved nobody."""
+    return make_node()
+
+
+@pytest.fixture
 def own(table: Path) -> dict[str, object]:
     """What a node with records of its own must say."""
     return {"data": table, "labels": LABELS, "budget_epsilon": 4.0}

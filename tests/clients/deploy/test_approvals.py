@@ -21,12 +21,6 @@ from tests.clients.deploy.conftest import kit
 
 
 @pytest.fixture
-def node(make_node) -> Node:
-    """Partition 1, which has approved nobody."""
-    return make_node()
-
-
-@pytest.fixture
 def key(tmp_path):
     """Makes another node's public key, in its file."""
 
@@ -175,8 +169,8 @@ def test_init_takes_the_terms_of_sums_and_refuses_those_without_an_honest_peer(m
 
 
 @pytest.fixture
-def vault(make_node):
-    return make_node().vault
+def vault(node):
+    return node.vault
 
 
 @pytest.fixture

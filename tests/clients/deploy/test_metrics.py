@@ -21,11 +21,12 @@ from fedpriv.operate.command_line import unit_name
 from fedpriv.operate.metrics import Measured
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
-from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.entries import Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.receipts import Receipt
 from simulations.sites import wait_until
 from tests import monitoring
+from tests.cli import inputs
 from tests.clients.deploy.test_processes import Lines
 from tests.deployment.tls_server import serving
 from tests.monitoring import exported, firing, names, parsed, text_of, value
@@ -40,15 +41,13 @@ def samples(node: Node, *kinds: str) -> monitoring.Samples:
     return parsed(text_of(*(source for source in metrics.sources(node) if not kinds or source.name in kinds)))
 
 
-def charge(node: Node, *rounds: int, noise_multiplier: float = 20.0) -> None:
-    """Charge the ledger, whatever the budget allows."""
+def charge(node: Node, num_rounds: int, *, run: str = "r", noise_multiplier: float = 20.0) -> None:
+    """Charge the ledger for the first rounds of a run, whatever the budget allows."""
     event = SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=0.5)
-    paid = {"release": Release(event=event, rho_bar=1.0), "noise_source": "secure"}
+    paid = [Release(event=event, rho_bar=1.0)] * num_rounds
     with Ledger(node.vault.ledger) as ledger:
         data_set = ledger.data_set()
-        for number in rounds:
-            key = Key(run="r", client=data_set.client, round=number, request=f"q{number}")
-            ledger.charge([Charge(key=key, data_set=data_set.id, **paid)])
+        inputs.charge(ledger, data_set.id, *paid, client=data_set.client, run=run)
 
 
 def log(node: Node, *events: dict[str, object]) -> None:
@@ -59,7 +58,7 @@ def log(node: Node, *events: dict[str, object]) -> None:
 def test_the_account_is_that_of_the_ledger_whose_budget_ends_and_which_may_be_a_restored_one(node):
     before = samples(node, "ledger")
     assert value(before, "fedpriv_releases_total") == 0
-    charge(node, 1, 2, 3)
+    charge(node, 3)
     found = samples(node, "ledger")
     assert value(found, "fedpriv_releases_total") == 3
     assert value(found, "fedpriv_last_round") == 3
@@ -71,7 +70,7 @@ def test_the_account_is_that_of_the_ledger_whose_budget_ends_and_which_may_be_a_
     assert 0 < value(found, "fedpriv_budget_used_ratio") < 0.9
     assert value(found, "fedpriv_ledger_usable") == 1
     assert not firing(found)
-    charge(node, 4, 5, 6, noise_multiplier=1.2)
+    charge(node, 3, run="next", noise_multiplier=1.2)
     assert firing(samples(node, "ledger")) == {"BudgetNearlyUsed", "BudgetSpent"}
     # After a receipt of what it lacks a ledger is a restored one, and the vault refuses everything.
     lost = Receipt(data_set="d" * 32, counter=7, previous="e" * 64).signed(node.vault.key)
@@ -87,7 +86,7 @@ def test_what_became_of_a_charge_changes_nothing(node):
     assert not [secret for secret in secrets if secret in text], "nothing names the holder or its files"
     before = text_of(*metrics.sources(node)[1:3])
     with Ledger(node.vault.ledger) as ledger:
-        ledger.store(Key(run="r", client="1", round=1, request="q1"), b"reply")
+        ledger.store(Key(run="r", client="1", round=1, request="x"), b"reply")
     times = {"run": "r", "round": 1}
     after_the_charge = ("charged", "released", "withheld", "failed", "sent_again")
     log(node, *({"event": name, "reason": "refused: round: none", **times} for name in after_the_charge))

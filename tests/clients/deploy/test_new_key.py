@@ -24,31 +24,27 @@ def lost(node: Node) -> int | None:
     return found.counter if found else None
 
 
-@pytest.fixture
-def backup() -> dict[Path, bytes]:
-    """{file: content} of the node's ledger after the first of its two charges."""
-    return {}
-
-
-def put_back(backup: dict[Path, bytes]) -> None:
-    for path, content in backup.items():
-        path.write_bytes(content)
+def put_back(node: Node, tmp_path: Path) -> None:
+    """Restore the node's ledger as it was after the first of its two charges."""
+    for path in (node.vault.ledger, head_path(node.vault.ledger)):
+        shutil.copy(tmp_path / path.name, path)
 
 
 @pytest.fixture(params=["vault.key", "lost key", "counter file"])
-def node(make_node, own, tmp_path, backup, request) -> Node:
+def node(make_node, own, tmp_path, request) -> Node:
     """A node with two charges."""
     options = {"counter_file": tmp_path / "counter"} if request.param == "counter file" else {}
     node = make_node(**own, **options)
     charge(node, 1)
-    backup |= {path: path.read_bytes() for path in (node.vault.ledger, head_path(node.vault.ledger))}
+    for path in (node.vault.ledger, head_path(node.vault.ledger)):
+        shutil.copy(path, tmp_path)
     charge(node, 2)
     if request.param == "lost key":
         node.vault.key.unlink()
     return node
 
 
-def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
+def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, tmp_path):
     old = keys.read_public_line(keys.public_path(node.vault.key))
     assert f"send to the coordinator: {node.application}" in kit("new-key", node.folder)
     applied = joining.read(joining.Application, node.application)
@@ -62,7 +58,7 @@ def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
     charge(node, 3)
     newest = [each.signer for each in ReceiptLog(node.vault.receipts).read()]
     assert newest == [old, old, keys.public_line(node.vault.key)]
-    put_back(backup)
+    put_back(node, tmp_path)
     assert lost(node) == 3
     if node.vault.counter_file is None:
         signed = node.vault.receipts.read_text().splitlines()[:2]
@@ -72,11 +68,11 @@ def test_a_restored_ledger_is_noticed_by_what_the_old_key_signed(node, backup):
         assert lost(node) is None
 
 
-def test_a_restored_ledger_gets_no_new_key(node, backup, tmp_path):
+def test_a_restored_ledger_gets_no_new_key(node, tmp_path):
     kept = tmp_path / "coordinator.receipts"
     shutil.copy(node.vault.receipts, kept)
     before = {path: path.read_bytes() for path in node.folder.glob("*.key*")}
-    put_back(backup)
+    put_back(node, tmp_path)
     said = kit("new-key", node.folder, code=2)
     assert "lacks charges that the node has signed; first run `fedpriv ledger recover`" in said
     if node.vault.counter_file is None:

@@ -51,11 +51,6 @@ def vault_of(node: Node) -> psutil.Process:
     return next(child for child in children if child.is_running() and child.cmdline()[-3:] == wanted)
 
 
-@pytest.fixture
-def node(make_node) -> Node:
-    return make_node()
-
-
 def run(node: Node, say: Lines):
     return supernode.running_vault(node, say, variables=os.environ, user=None)
 

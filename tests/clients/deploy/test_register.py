@@ -16,10 +16,11 @@ from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, RenyiFilter, to_json
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger import reader, statement
-from fedpriv.privacy.ledger.entries import Charge, Key
+from fedpriv.privacy.ledger.entries import Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs.plan import budget
 from server.costs import RoundCosts
+from tests.cli import inputs
 from tests.cli.command_line import as_json, fedpriv
 from tests.clients.deploy.conftest import charge, check, kit
 from tests.tiny import with_persons
@@ -84,9 +85,7 @@ def test_history_counts_under_the_filter(node):
         spent = SubsampledGaussian(noise_multiplier=1.12, sampling_probability=1.0)
         composed = [spent, replace(STEP, sampling_probability=1.0)]
         assert epsilon_of(composed, 1e-5).epsilon < 4.0, "allowed before there were filters"
-        key = Key(run="old", client="1", round=1, request="0")
-        release = Release(event=spent, rho_bar=1.0)
-        ledger.charge([Charge(key=key, data_set=data_set.id, release=release, noise_source="secure")])
+        inputs.charge(ledger, data_set.id, Release(event=spent, rho_bar=1.0), client="1", run="old")
     with pytest.raises(_charging.RetiredError):
         charge(node, 1, composed[1])
 

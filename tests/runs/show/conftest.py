@@ -1,11 +1,9 @@
 """A small finished run, in the tables that a run writes."""
 
-import csv
 import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from fedpriv.runs._folder import LANGUAGE_KEYS, QUALITY_KEYS
 from fedpriv.runs._rows import ClientRow, RoundRow
+from fedpriv.runs._writer import _write_table
 from tests.pages import without_plots
 from tests.runs import written
 
@@ -55,9 +54,10 @@ def write_finished_run(run_dir: Path, *, num_clients: int, num_rounds: int, chan
     (run_dir / "config.toml").write_text('model = "all-MiniLM-L6-v2"\nclip_norm = 1.0\nlabels = ["a", "b"]\n')
     (run_dir / "environment.json").write_text(json.dumps({"version": 1, "python": "3.11.9", "commit": "0123abc"}))
     clients = [_client_row(k, t, num_clients) for t in range(1, num_rounds + 1) for k in range(num_clients)]
-    _write_csv(run_dir / "clients.csv", clients)
+    _write_table(run_dir / "clients.csv", ClientRow, clients)
     for folder, final in ((run_dir, 0.871), (run_dir / "comparison", 0.924)):
-        _write_csv(folder / "rounds.csv", [_round_row(t, num_clients, final) for t in range(num_rounds + 1)])
+        rounds = [_round_row(t, num_clients, final) for t in range(num_rounds + 1)]
+        _write_table(folder / "rounds.csv", RoundRow, rounds)
     summary = _summary(clients, num_clients, num_rounds) | changes
     (run_dir / "summary.json").write_text(json.dumps(summary))
     (run_dir / "comparison" / "summary.json").write_text(json.dumps({"accuracy": 0.924}))
@@ -114,10 +114,3 @@ def _summary(spent: list[ClientRow], num_clients: int, num_rounds: int) -> dict[
         "aggregate_objections": ["local_steps = 3: needs 1, since later steps depend on the client's own noise"],
         **{"ledger_head": "0123456789abcdef" * 4, "engine": "in-process", "clients": clients},
     }
-
-
-def _write_csv(path: Path, rows: list[RoundRow] | list[ClientRow]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
