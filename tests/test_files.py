@@ -65,12 +65,19 @@ def test_what_a_person_may_have_saved_is_read_in_one_way():
     assert {path.relative_to(root).with_suffix("").as_posix() for path in read} == READ_OTHERWISE
 
 
-def test_a_new_file_does_not_replace_one(tmp_path):
+def test_a_new_file_takes_the_place_neither_of_a_file_nor_of_a_folder_nor_of_a_link_to_nothing(tmp_path):
     path = tmp_path / "key"
     files.write_new(path, b"one", mode=0o600)
     with pytest.raises(InputError, match="exists"):
         files.write_new(path, b"two")
     assert (path.read_bytes(), path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (b"one", 0o600, [path])
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        files.replace_file(tmp_path / "folder", b"new")
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    with pytest.raises(InputError, match="exists"):
+        files.write_new(tmp_path / "link", b"one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "key", "link"]
 
 
 def test_a_full_disk_leaves_nothing_behind_but_the_old_file(tmp_path, monkeypatch):
@@ -87,16 +94,6 @@ def test_a_full_disk_leaves_nothing_behind_but_the_old_file(tmp_path, monkeypatc
     with pytest.raises(OSError, match="No space"):
         files.replace_file(path, b"new")
     assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"old", [path])
-
-
-def test_a_new_file_takes_the_place_neither_of_a_folder_nor_of_a_link_to_nothing(tmp_path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match="folder"):
-        files.replace_file(tmp_path / "folder", b"new")
-    (tmp_path / "link").symlink_to(tmp_path / "missing")
-    with pytest.raises(InputError, match="exists"):
-        files.write_new(tmp_path / "link", b"one")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link"]
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):

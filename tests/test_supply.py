@@ -19,9 +19,7 @@ LOCK = (ROOT / "requirements.txt").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text()
 
-PYTHONS = ("3.11", "3.12", "3.13")
-MACHINES = ("x86_64", "aarch64")
-PLACES = [(python, machine) for python in PYTHONS for machine in MACHINES]
+PLACES = [(python, machine) for python in ("3.11", "3.12", "3.13") for machine in ("x86_64", "aarch64")]
 
 # Small packages, of one wheel each, that need no other.
 SMALL = ("annotated-types", "mdurl", "tomli-w")

@@ -11,11 +11,10 @@ from fedpriv.config import schema
 from tests.cli.command_line import as_json, fedpriv
 
 
-def check(path, text, *options):
-    """(exit code, lines of stdout) of a check of this file."""
+def check(path, text, *options, code=2):
+    """The lines that a check of this file prints, which ends with this code."""
     path.write_text(text)
-    result = CliRunner().invoke(app, ["config", "check", str(path), *options])
-    return result.exit_code, result.stdout.splitlines()
+    return fedpriv("config", "check", path, *options, code=code)[0].splitlines()
 
 
 @pytest.fixture
@@ -48,44 +47,41 @@ def file(tmp_path):
     ids=["wrong keys", "keys that do not fit", "noise and target in a sweep", "what no run may do"],
 )
 def test_all_problems_are_told_at_once_without_a_look_at_files(file, text, problems):
-    code, lines = check(file, text, "--no-files")
-    assert code == 2
+    lines = check(file, text, "--no-files")
     assert all(re.match(problem, line) for problem, line in zip(problems, lines, strict=True)), lines
 
 
 def test_problems_of_a_sweep_s_runs_are_told_once_each(file):
     text = 'title = "t"\n[grid]\nrank = [4, -1]\nseed = [0, 1, 2]\n'
-    assert check(file, text) == (2, ["rank = -1: input should be greater than or equal to 1"])
-    code, lines = check(file, text.replace(", -1", ""), "--no-files")
-    assert (code, lines) == (0, [f"{file}: a sweep of 3 runs, nothing wrong"])
-    assert check(file, "grid = 3\n")[0] == 2
+    assert check(file, text) == ["rank = -1: input should be greater than or equal to 1"]
+    lines = check(file, text.replace(", -1", ""), "--no-files", code=0)
+    assert lines == [f"{file}: a sweep of 3 runs, nothing wrong"]
+    check(file, "grid = 3\n", code=2)
 
 
 def test_files_that_it_names_are_looked_for_unless_told_otherwise(file, tmp_path, table):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     text = f'data = "{table}"\nlabel_column = "lable"\nmodel = "{tmp_path}/none"\nout = "{tmp_path}/full"\n'
-    code, lines = check(file, text)
-    assert code == 2
+    lines = check(file, text)
     assert [line.split(" ")[0] for line in lines] == ["out", "model", "label_column"]
     assert "it has text, label, site" in lines[2]
-    assert check(file, text, "--no-files")[0] == 0
+    check(file, text, "--no-files", code=0)
 
 
 @pytest.mark.parametrize("key", ["recipe = 'dp-lora-paper'", "clipping = 'batch'"])
 def test_that_the_papers_noise_is_not_divided_by_its_batch_is_said(file, key):
-    lines = check(file, key, "--no-files")[1]
+    lines = check(file, key, "--no-files", code=0)
     assert "not divided by batch_size, and the gradient that it hides has length C at most" in lines[-2]
-    joint = check(file, f"{key.partition('clip')[0]}\nclipping = 'joint'", "--no-files")[1]
+    joint = check(file, f"{key.partition('clip')[0]}\nclipping = 'joint'", "--no-files", code=0)
     assert not any("not divided" in line for line in joint)
 
 
 def test_what_is_no_toml_is_one_line(file, tmp_path):
-    assert check(file, "rounds = = 3")[0] == 2
-    code, lines = check(file, "rounds = = 3", "--json")
-    assert code == 2
+    check(file, "rounds = = 3", code=2)
+    lines = check(file, "rounds = = 3", "--json")
     assert json.loads(lines[0])["problems"] == [f"{file}: not a TOML file (Invalid value (at line 1, column 10))"]
-    assert CliRunner().invoke(app, ["config", "check", str(tmp_path / "none.toml")]).exit_code == 2
+    fedpriv("config", "check", tmp_path / "none.toml", code=2)
 
 
 def test_json_of_a_check(file):
@@ -112,9 +108,8 @@ def test_completion_knows_the_names_of_options():
 def test_a_table_that_a_run_would_refuse_ends_its_check_with_one_and_a_mended_copy_with_zero(tmp_path):
     rows = ["a rash on the left knee,skin,North", "a cough at night,lung,North", "chest pain,heart,north"]
     (tmp_path / "t.csv").write_text("\n".join(["text,label,client", *rows * 30]) + "\n")
-    command = ["data", "check", str(tmp_path / "t.csv"), "--model", "", "--client", "client"]
-    refused = CliRunner().invoke(app, command)
-    assert refused.exit_code == 1
-    assert "a run refuses: clients: 'north' differs from 'North'" in refused.stdout
-    assert CliRunner().invoke(app, [*command, "--fix", str(tmp_path / "clean.csv")]).exit_code == 0
-    assert CliRunner().invoke(app, ["data", "check", str(tmp_path / "clean.csv"), *command[3:]]).exit_code == 0
+    options = ["--model", "", "--client", "client"]
+    refused, _ = fedpriv("data", "check", tmp_path / "t.csv", *options, code=1)
+    assert "a run refuses: clients: 'north' differs from 'North'" in refused
+    fedpriv("data", "check", tmp_path / "t.csv", *options, "--fix", tmp_path / "clean.csv")
+    fedpriv("data", "check", tmp_path / "clean.csv", *options)

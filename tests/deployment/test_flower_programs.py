@@ -34,15 +34,14 @@ time.sleep(60)
 _IS_KILLED = 'import time; print("ready", flush=True); time.sleep(60)'
 
 
-def test_lines_and_exit_code_come_back(tmp_path):
+def test_lines_and_exit_code_come_back_and_a_child_that_somebody_else_kills_has_failed(tmp_path):
     lines: list[str] = []
-    code = flower._run_in_foreground(
-        [sys.executable, "-c", "import os, sys; print(os.getcwd()); print('to stderr', file=sys.stderr); sys.exit(3)"],
-        variables=os.environ,
-        folder=tmp_path,
-        on_line=lines.append,
-    )
-    assert (code, sorted(lines)) == (3, sorted([str(tmp_path), "to stderr"]))
+    here = {"variables": os.environ, "folder": tmp_path, "on_line": lines.append}
+    told = "import os, sys; print(os.getcwd()); print('to stderr', file=sys.stderr); sys.exit(3)"
+    assert flower._run_in_foreground([sys.executable, "-c", told], **here) == 3
+    assert sorted(lines) == sorted([str(tmp_path), "to stderr"])
+    kills_itself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert flower._run_in_foreground([sys.executable, "-c", kills_itself], **here) == 137
 
 
 @pytest.mark.parametrize(
@@ -57,12 +56,6 @@ def test_signal_reaches_the_child_and_its_exit_code_comes_back(child, number, co
     assert outer.wait(timeout=20) == code
 
 
-def test_child_that_somebody_else_kills_has_failed(tmp_path):
-    kills_itself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    command = [sys.executable, "-c", kills_itself]
-    assert flower._run_in_foreground(command, variables=os.environ, folder=tmp_path, on_line=print) == 137
-
-
 def test_flowers_own_exit_code_is_read_from_its_log():
     assert flower._logged_exit_code("\x1b[91mERROR \x1b[0m:     Exit Code: 305") == 305
     assert flower._logged_exit_code("INFO: Started server process [305]") is None
@@ -75,15 +68,12 @@ def test_flwr_that_fails_is_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("address", ["h.org:1", "10.0.0.1:65535", "[::1]:9093"])
-def test_address_survives_being_split(address):
-    assert _join_address(*_split_address(address)) == address
-
-
-@pytest.mark.parametrize("address", ["", "h.org", "h.org:", ":1", "h.org:0", "h.org:65536", "h.org:x", "::1:9093"])
-def test_what_is_no_address_is_named(address):
-    with pytest.raises(InputError, match="address = "):
-        _split_address(address)
+def test_an_address_survives_being_split_and_what_is_none_is_named():
+    for address in ("h.org:1", "10.0.0.1:65535", "[::1]:9093"):
+        assert _join_address(*_split_address(address)) == address
+    for address in ("", "h.org", "h.org:", ":1", "h.org:0", "h.org:65536", "h.org:x", "::1:9093"):
+        with pytest.raises(InputError, match="address = "):
+            _split_address(address)
 
 
 @pytest.mark.parametrize(("waited", "seconds"), [(0.0, 0.05), (0.5, 0.05), (8.0, 0.8), (30.0, 3.0), (3600.0, 3.0)])

@@ -59,14 +59,8 @@ class Shell:
         return with_fingerprints(command.replace("--port 9093", f"--port {self.port}"), self.home)
 
     def run(self, text: str) -> None:
-        done = subprocess.run(
-            ["bash", "-e", "-c", self.here(text)],
-            cwd=ROOT,
-            env=self.variables,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
+        here = {"cwd": ROOT, "env": self.variables, "timeout": 500}
+        done = subprocess.run(["bash", "-e", "-c", self.here(text)], **here, capture_output=True, text=True)
         assert done.returncode == 0, (
             f"{text}\n{done.stdout[-4000:]}{done.stderr[-2000:]}\n{self.log.read_text()[-4000:]}"
         )

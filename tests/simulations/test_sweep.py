@@ -282,11 +282,8 @@ def test_what_others_keep_in_a_sweeps_folder_stays_and_lists_vary_as_any_value_d
     for each in foreign:
         each.check()
     assert (out / "unfinished" / f"{begun.name}-2" / "patients.csv").exists(), "moved as a whole with its attempt"
-    for table in (
-        pd.read_csv(out / "sweep.csv"),
-        pd.read_parquet(out / "sweep.parquet"),
-        pd.read_csv(out / "pivot.csv"),
-    ):
+    tables = pd.read_csv(out / "sweep.csv"), pd.read_parquet(out / "sweep.parquet"), pd.read_csv(out / "pivot.csv")
+    for table in tables:
         assert table["target_modules"].tolist() == ["query", "query, value"]
 
 

@@ -178,15 +178,11 @@ def test_the_most_that_can_be_found_is_that_of_guesses_that_are_all_right():
     assert power.ideal < power.largest
 
 
-def test_an_ideal_attacker_is_right_as_often_as_gaussian_tails_say():
+def test_an_ideal_attacker_is_right_as_often_as_gaussian_tails_say_and_a_release_with_much_noise_takes_nothing_away():
     """At mu = 2 and of all canaries guessed, each guess is right with probability Phi(1)."""
     power = audit_power([_full_batches(2.0)], 1e-5, 24)
     assert power.num_guesses == 24
     assert power.num_correct == pytest.approx(24 * special.ndtr(1.0), abs=1.5)
-
-
-def test_two_releases_are_weighed_by_their_noise():
-    """A release with much noise after one with little takes nothing away."""
     alone = audit_power([_full_batches(1.0)], 1e-5, 1000)
     both = audit_power([_full_batches(1.0), _full_batches(0.02)], 1e-5, 1000)
     assert both.num_correct >= alone.num_correct - 2
