@@ -33,55 +33,44 @@ AUDIT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("value", [math.inf, "inf", "Infinity", None, math.nan])
-def test_whatever_stands_for_no_bound_shows_the_sign_for_infinity(value: float | str | None) -> None:
-    assert format_bound(value) == "∞"
-
-
 BOUNDS = {0: "0.000", 1.2e-7: "1.2e-7", 0.1061: "0.107", 0.12345: "0.124", 1.00001: "1.01", 2.0: "2.00"}
 BOUNDS |= {9.999: "10.00", 17.91: "18.0", 99.99999: "100.0", 353.2: "354", 1e40: "1e40"}
 
 
-@pytest.mark.parametrize(("epsilon", "shown"), BOUNDS.items())
-def test_bounds_keep_about_three_figures_and_are_rounded_up(epsilon: float, shown: str) -> None:
-    assert format_bound(epsilon).replace("+", "") == shown
-    assert float(shown) >= epsilon
+def test_bounds_keep_about_three_figures_and_are_rounded_up_and_what_is_no_epsilon_is_refused() -> None:
+    for epsilon, shown in BOUNDS.items():
+        assert format_bound(epsilon).replace("+", "") == shown
+        assert float(shown) >= epsilon
+    for value in (math.inf, "inf", "Infinity", None, math.nan):
+        assert format_bound(value) == "∞", value
+    for wrong in (-0.1, "many", True, [1.0]):
+        with pytest.raises(ValueError, match=r".+"):
+            parse_epsilon(wrong)
 
 
-@pytest.mark.parametrize("value", [-0.1, "many", True, [1.0]])
-def test_what_is_no_epsilon_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        parse_epsilon(value)
+SIZES = {0: "0 B", 512: "512 B", 307_232: "307 kB", 999_700: "1 MB", 3_072_320: "3.07 MB", 2e16: "2e+04 TB"}
 
 
 @pytest.mark.parametrize(
-    ("delta", "shown"), [(1e-5, "1e-5"), (1 / 120_000, "8.4e-6"), (0.05, "0.05"), (9.99e-6, "1e-5"), (None, "–")]
+    ("format_", "shown"),
+    [
+        (format_delta, {1e-5: "1e-5", 1 / 120_000: "8.4e-6", 0.05: "0.05", 9.99e-6: "1e-5", None: "–"}),
+        (format_bytes, SIZES | {None: "–"}),
+        (format_seconds, {8.21: "8.21 s", 185: "3 min 5 s", 7800: "2 h 10 min", None: "–"}),
+        (format_percent, {None: "–", math.nan: "–"}),
+        (lambda of: format_range(pd.Series(of)), {(0.04, 0.04): "0.04", (0.04, 0.05, math.nan): "0.04 to 0.05"}),
+        (lambda of: format_range(pd.Series(of)), {(math.nan,): "–"}),
+    ],
+    ids=["deltas are rounded up", "sizes are decimal", "durations", "shares", "ranges", "no range"],
 )
-def test_deltas_are_rounded_up_to_two_figures(delta: float | None, shown: str) -> None:
-    assert format_delta(delta) == shown
-    if shown == "1e-5":  # 1.828: dp-accounting 0.6.0 (pld) at q = 0.01, z = 1, 1000 steps, delta = 1e-5
+def test_figures_are_shown_for_readers_and_what_was_not_measured_is_a_dash(format_, shown: dict[Any, str]) -> None:
+    assert {value: format_(value) for value in shown} == shown
+
+
+def test_an_epsilon_is_rounded_up_beside_its_delta() -> None:
+    # 1.828: dp-accounting 0.6.0 (pld) at q = 0.01, z = 1, 1000 steps, delta = 1e-5
+    for delta in (1e-5, 9.99e-6):
         assert format_epsilon(1.828, delta) == format_epsilon(1.821, delta) == "ε = 1.83 at δ = 1e-5"
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [(0, "0 B"), (512, "512 B"), (307_232, "307 kB"), (999_700, "1 MB"), (3_072_320, "3.07 MB"), (2e16, "2e+04 TB")],
-)
-def test_sizes_are_decimal(size: float, shown: str) -> None:
-    assert format_bytes(size) == shown
-
-
-@pytest.mark.parametrize(("seconds", "shown"), [(8.21, "8.21 s"), (185, "3 min 5 s"), (7800, "2 h 10 min")])
-def test_durations_read_as_clocks_do_and_what_was_not_measured_is_a_dash(seconds: float, shown: str) -> None:
-    assert format_seconds(seconds) == shown
-    assert format_percent(None) == format_percent(math.nan) == format_seconds(None) == format_bytes(None) == "–"
-
-
-@pytest.mark.parametrize(
-    ("values", "shown"), [([0.04, 0.04], "0.04"), ([0.04, 0.05, math.nan], "0.04 to 0.05"), ([math.nan], "–")]
-)
-def test_a_range_of_one_value_is_that_value(values: list[float], shown: str) -> None:
-    assert format_range(pd.Series(values)) == shown
 
 
 def entries(num_clients: int) -> list[dict[str, object]]:
