@@ -8,13 +8,13 @@ from dataclasses import replace
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import pld, rdp
-from scipy import optimize, stats
+from dp_accounting import rdp
 
 from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of, epsilon_of_loss
 from fedpriv.privacy.accounting.calibration import noise_multiplier_for
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.trade_off import gaussian_epsilon
+from tests.events import by_dp_accounting as directly
 from tests.marks import slow
 
 DELTA = 1e-5
@@ -23,16 +23,6 @@ QUIET = pytest.mark.usefixtures("quiet_absl")
 
 def event(q=0.02, z=1.1, count=1):
     return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
-
-
-def directly(accountant, *events):
-    """dp-accounting's own accountant, given the events; a plain Gaussian if every record takes part."""
-    composed = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
-    for e in events:
-        single = dp_accounting.GaussianDpEvent(e.noise_multiplier)
-        sampled = dp_accounting.PoissonSampledDpEvent(e.sampling_probability, single)
-        composed.compose(single if e.sampling_probability == 1 else sampled, e.count)
-    return composed
 
 
 @pytest.fixture(params=["pld", "rdp"])
@@ -99,9 +89,7 @@ def test_no_release_costs_nothing_and_one_without_noise_infinity(accountant, eve
 def test_pld_answers_above_epsilon_100_and_agrees_with_dp_accounting_on_its_grid():
     """Where losses of -100 to 500 need no fine grid; rdp says 574."""
     large = event(q=0.5, z=0.3, count=100)
-    direct = pld.PLDAccountant(value_discretization_interval=2e-3).compose(
-        dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(0.3)), 100
-    )
+    direct = directly("pld", large, interval=2e-3)
     answer = epsilon_of([large], DELTA)
     assert (answer.accountant, answer.upper_bound_only) == ("pld", False)
     assert answer.epsilon == pytest.approx(direct.get_epsilon(DELTA), rel=1e-6)
@@ -155,13 +143,7 @@ def test_delta_out_of_range_and_an_unknown_accountant_are_refused(accountant, de
 
 # Balle and Wang 2018, Theorem 8: exact for Gaussians without sampling, here equal to one with mu^2 = 4/3^2 + 2/5^2.
 def test_pld_of_plain_gaussians_is_a_tight_upper_bound_on_the_exact_epsilon():
-    mu = math.sqrt(4 / 9 + 2 / 25)
-
-    def excess(epsilon):
-        high, low = stats.norm.cdf(mu / 2 - epsilon / mu), stats.norm.cdf(-mu / 2 - epsilon / mu)
-        return high - math.exp(epsilon) * low - DELTA
-
-    exact = optimize.brentq(excess, 0, 50, xtol=1e-12)
+    exact = dp_accounting.get_epsilon_gaussian(1 / math.sqrt(4 / 9 + 2 / 25), DELTA)
     epsilon = epsilon_of([event(1.0, 3.0, 4), event(1.0, 5.0, 2)], DELTA, "pld").epsilon
     assert exact <= epsilon <= exact * (1 + 1e-3)
 
@@ -198,14 +180,10 @@ def settings(num, *, seed, z, counts):
     generator, drawn = np.random.default_rng(seed), []
     while len(drawn) < num:
         q = 1.0 if len(drawn) % 5 == 0 else float(np.exp(generator.uniform(np.log(1e-4), np.log(0.5))))
-        event = SubsampledGaussian(
-            noise_multiplier=float(np.exp(generator.uniform(*np.log(z)))),
-            sampling_probability=q,
-            count=int(np.exp(generator.uniform(*np.log(counts)))),
-        )
+        noise, steps = (float(np.exp(generator.uniform(*np.log(bounds)))) for bounds in (z, counts))
         delta = float(np.exp(generator.uniform(np.log(1e-9), np.log(1e-3))))
-        if epsilon_of([event], delta, "rdp").epsilon <= 100:
-            drawn.append((event, delta))
+        if epsilon_of([one := event(q, noise, int(steps))], delta, "rdp").epsilon <= 100:
+            drawn.append((one, delta))
     return drawn
 
 
@@ -216,11 +194,11 @@ def settings(num, *, seed, z, counts):
     ("accountant", "seed", "z", "counts"), [("rdp", 0, (0.4, 20), (1, 5000)), ("pld", 1, (2.0, 20), (1, 60))]
 )
 def test_agrees_with_dp_accounting_in_random_settings(accountant, seed, z, counts, num):
-    for event, delta in settings(num, seed=seed, z=z, counts=counts):
-        ours, theirs = epsilon_of([event], delta, accountant).epsilon, directly(accountant, event).get_epsilon(delta)
-        assert ours == pytest.approx(theirs, rel=1e-6 if accountant == "rdp" else 1e-3), (event, delta)
+    for one, delta in settings(num, seed=seed, z=z, counts=counts):
+        ours, theirs = epsilon_of([one], delta, accountant).epsilon, directly(accountant, one).get_epsilon(delta)
+        assert ours == pytest.approx(theirs, rel=1e-6 if accountant == "rdp" else 1e-3), (one, delta)
         # Both pld have masses that are differences of divergences, rounded at 1e-16, tens of thousands of them.
-        assert accountant == "rdp" or ours >= theirs - 1e-9, (event, delta)
+        assert accountant == "rdp" or ours >= theirs - 1e-9, (one, delta)
 
 
 @QUIET
@@ -238,7 +216,6 @@ def test_calibrated_noise_meets_the_target_by_the_library(accountant, num, rel):
     for target in np.exp(generator.uniform(np.log(0.2), np.log(10), num)).tolist():
         q, steps = float(np.exp(generator.uniform(np.log(1e-3), np.log(0.2)))), int(generator.integers(1, 300))
         z = noise_multiplier_for(target, 1e-5, sampling_probability=q, steps=steps, accountant=accountant)
-        event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
-        direct = directly(accountant, event).get_epsilon(1e-5)
+        direct = directly(accountant, event(q, z, steps)).get_epsilon(1e-5)
         # Their sums of the same terms are rounded in another order.
         assert target * (1 - rel) <= direct <= target * (1 + 1e-12), (target, q, steps)

@@ -3,10 +3,8 @@
 import re
 from pathlib import Path
 
-import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import rdp
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
@@ -17,6 +15,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, 
 from fedpriv.holder.flower import Account, UpdateMod
 from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
+from tests.events import by_dp_accounting, gaussian
 from tests.holder.flower.nodes import charges, contexts
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/flower.md").read_text()
@@ -60,10 +59,8 @@ def told(row: str) -> list[float]:
     return [float(cell) for cell in re.findall(r"epsilon ([0-9.]+[0-9])", line)]
 
 
-def by_rdp(z: float, count: int) -> float:
-    accountant = rdp.RdpAccountant()
-    accountant.compose(dp_accounting.GaussianDpEvent(z), count)
-    return accountant.get_epsilon(1e-5)
+def by_rdp(z: float) -> float:
+    return by_dp_accounting("rdp", gaussian(z, count=ROUNDS)).get_epsilon(1e-5)
 
 
 def account_in(folder: Path, budget: float | None = None):
@@ -89,9 +86,9 @@ def test_what_both_sides_know_after_one_run_and_after_two(tmp_path):
         ours += spent
     assert told("after 10 rounds") == pytest.approx([flowers[0], ours[0]], abs=5e-4)
     assert told("after 10 more in a second run") == pytest.approx([flowers[1], ours[1]], abs=5e-4)
-    assert flowers == pytest.approx([by_rdp(NOISE, ROUNDS)] * 2)
-    assert ours[0] == pytest.approx(by_rdp(NOISE / 2, ROUNDS), rel=0.2)  # by pld, of a client whose data are replaced
-    assert ours[0] < by_rdp(NOISE / 2, ROUNDS)
+    assert flowers == pytest.approx([by_rdp(NOISE)] * 2)
+    assert ours[0] == pytest.approx(by_rdp(NOISE / 2), rel=0.2)  # by pld, of a client whose data are replaced
+    assert ours[0] < by_rdp(NOISE / 2)
     assert charges(tmp_path / "client 0.sqlite") == 2 * ROUNDS
 
 

@@ -13,16 +13,16 @@ from fedpriv.privacy.accounting.calibration import (
     noise_multiplier_for,
     rounds_within,
 )
-from fedpriv.privacy.accounting.events import SubsampledGaussian, SubsampledLmo
+from fedpriv.privacy.accounting.events import SubsampledLmo
 from fedpriv.privacy.accounting.gaussian import MAX_NOISE
-from fedpriv.privacy.accounting.lmo_parameters import LmoParameters, UniformPart
+from tests.events import gaussian
+from tests.privacy.accounting.lmo_oracle import uniform
 
 DELTA = 1e-5
 
 
 def cost(z, q, steps, accountant):
-    event = SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
-    return epsilon_of([event], DELTA, accountant).epsilon
+    return epsilon_of([gaussian(z, q, steps)], DELTA, accountant).epsilon
 
 
 def test_a_larger_target_needs_less_noise_also_beyond_100():
@@ -34,10 +34,10 @@ def test_a_larger_target_needs_less_noise_also_beyond_100():
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_releases_whose_noise_is_given_count_towards_the_target(accountant):
-    fixed = [SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=1)]
+    fixed = [gaussian(4.0)]
 
     def schedule(z):
-        return [SubsampledGaussian(noise_multiplier=z, sampling_probability=0.16, count=30)]
+        return [gaussian(z, 0.16, 30)]
 
     z = calibrate(schedule, 2.0, DELTA, accountant, fixed=fixed)
     assert z == calibrate_all([(schedule, DELTA)], 2.0, accountant, fixed=fixed)
@@ -54,20 +54,20 @@ def test_half_the_scale_needs_twice_the_noise_multiplier():
 
 @pytest.mark.parametrize(("accountant", "per_round"), [("pld", 3), ("rdp", 1)])
 def test_one_more_round_would_exceed_the_budget(accountant, per_round):
-    each_round = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1, count=per_round)
+    each_round = gaussian(1.2, 0.1, per_round)
     rounds = rounds_within(3.0, DELTA, each_round=each_round, accountant=accountant)
     assert rounds >= 1
     assert cost(1.2, 0.1, rounds * per_round, accountant) <= 3.0 < cost(1.2, 0.1, (rounds + 1) * per_round, accountant)
 
 
 def test_a_budget_below_the_cost_of_one_round_allows_none():
-    each_round = SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.5)
-    found = {rounds_within(0.01, DELTA, each_round=each_round, **most) for most in ({}, {"at_most": 0}, {"at_most": 1})}
+    one = gaussian(0.5, 0.5)
+    found = {rounds_within(0.01, DELTA, each_round=one, **most) for most in ({}, {"at_most": 0}, {"at_most": 1})}
     assert found == {0}
 
 
 def test_earlier_releases_leave_fewer_rounds_and_the_count_stops_at_the_given_maximum():
-    each_round = SubsampledGaussian(noise_multiplier=1.2, sampling_probability=0.1)
+    each_round = gaussian(1.2, 0.1)
     alone = rounds_within(2.0, DELTA, each_round=each_round)
     before = [replace(each_round, count=alone - 3)]
     for most, expected in (({}, 3), ({"at_most": 2}, 2), ({"at_most": 9}, 3)):
@@ -88,7 +88,7 @@ def test_one_noise_multiplier_keeps_every_client_within_the_target():
     clients = [(0.05, 1e-5), (0.16, 1e-5), (0.15, 1e-9)]
 
     def schedule(q):
-        return lambda z: [SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=30)]
+        return lambda z: [gaussian(z, q, 30)]
 
     z = calibrate_all([(schedule(q), delta) for q, delta in clients], 2.0, accountant="rdp")
     costs = [epsilon_of(schedule(q)(z), delta, "rdp").epsilon for q, delta in clients]
@@ -99,10 +99,8 @@ def test_one_noise_multiplier_keeps_every_client_within_the_target():
 
 
 def test_noise_without_a_privacy_loss_distribution_is_calibrated_by_rdp():
-    noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
-
     def schedule(z):
-        scaled = noise.scaled(1 / z)
+        scaled = uniform(0.1, 0.5).scaled(1 / z)
         return [SubsampledLmo(parameters=scaled, sensitivity=1.0, dimension=1, sampling_probability=0.1, count=20)]
 
     z = calibrate(schedule, 2.0, DELTA)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from fedpriv.privacy.accounting.accountants import INTEGER_ORDERS, epsilon_of
-from fedpriv.privacy.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
+from fedpriv.privacy.accounting.events import EpsilonDelta, Event, PureEpsilon
 from fedpriv.privacy.accounting.filters import (
     CommittedPlan,
     CommittedPlans,
@@ -22,12 +22,9 @@ from fedpriv.privacy.accounting.filters import (
     to_json,
 )
 from tests.adversary.adaptive import Ask, delta_of
+from tests.events import gaussian
 
 DELTA = 1e-5
-
-
-def gaussian(z: float, q: float = 1.0, count: int = 1) -> SubsampledGaussian:
-    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-9])
@@ -125,7 +122,7 @@ class TestACommittedPlan:
         assert rule.covers(gaussian(4.1, 0.05))
         assert not rule.covers(gaussian(3.999, 0.05))
         assert not rule.covers(gaussian(9.0, 0.1001))
-        assert not rule.covers(SubsampledGaussian(noise_multiplier=4.0, sampling_probability=0.0, unit="client"))
+        assert not rule.covers(gaussian(4.0, 0.0, unit="client"))
 
     def test_a_release_keeps_the_slot_that_it_took(self):
         # The first release takes the slot with q = 0.1 though a later one would have needed it.

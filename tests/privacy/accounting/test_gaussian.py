@@ -25,12 +25,13 @@ from fedpriv.privacy.accounting.risk import risk_of, risks_of
 from fedpriv.privacy.accounting.views import Release, aggregate_scale
 from fedpriv.privacy.ledger.accounts import Accounts
 from fedpriv.privacy.ledger.ledger import Ledger
-from fedpriv.privacy.mechanisms import discrete_gaussian
 from fedpriv.privacy.mechanisms.discrete_gaussian import MECHANISM, integers, sensitivity
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.events import gaussian
 from tests.marks import slow
 from tests.privacy.ledger.test_evidence import charged_ledger, verified_ledger
+from tests.privacy.mechanisms.test_discrete_gaussian import without_noise
 
 pytestmark = pytest.mark.usefixtures("quiet_absl")
 # At 0.573 and z = 0.3, the thousandth term of order 1.3 is e^-29.99 of the sum.
@@ -125,7 +126,7 @@ def divergence(one: np.ndarray, other: np.ndarray, epsilon: float) -> float:
 
 def test_one_holder_is_a_sample_with_gaussian_noise():
     one = summed(2.0, [1.0], [0.1], 7)
-    same = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=7, unit="person")
+    same = gaussian(2.0, 0.1, 7, unit="person")
     assert (one.rdp(ORDERS) == same.rdp(ORDERS)).all()
     assert epsilon_of([one], DELTA).epsilon == epsilon_of([same], DELTA).epsilon
     assert (one.effective_noise_multiplier, one.sampling_probability) == (2.0, 0.1)
@@ -163,10 +164,9 @@ def test_delta_of_three_sums_is_that_of_simulated_ones():
 def test_noise_over_all_moves_with_one_coin_says_too_much_or_too_little():
     """One coin for two holders: 6.48 where 1.53 is true; and nothing where a draw is rarer than delta."""
     true = epsilon_of([summed(1.0, (1.0, 1.0), (0.01, 0.01), 100)], DELTA).epsilon
-    wrong = epsilon_of([SubsampledGaussian(noise_multiplier=0.5, sampling_probability=0.01, count=100)], DELTA).epsilon
+    wrong = epsilon_of([gaussian(0.5, 0.01, 100)], DELTA).epsilon
     assert (true, wrong) == (pytest.approx(1.53, abs=0.005), pytest.approx(6.48, abs=0.005))
-    rare = SubsampledGaussian(noise_multiplier=0.4, sampling_probability=0.9e-5)
-    assert epsilon_of([rare], DELTA).epsilon == 0
+    assert epsilon_of([gaussian(0.4, 0.9e-5)], DELTA).epsilon == 0
     assert delta_of([summed(0.4, (1.0, 1.0), (0.9e-5, 0.9e-5))], 0.0) > 1.3 * DELTA
 
 
@@ -208,8 +208,8 @@ def test_the_worst_other_holders_are_the_worst_of_all_sets():
         scale = aggregate_scale(weights, 0)
 
         def cost(others: Sequence[tuple[float, float]], q: float = coins[0], scale: float = scale) -> float:
-            event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=q, count=5, unit="person")
-            release = Release(event=event, rho_bar=0.5, aggregate_scale=scale, other_holders=tuple(others))
+            event, holders = gaussian(2.0, q, 5, unit="person"), tuple(others)
+            release = Release(event=event, rho_bar=0.5, aggregate_scale=scale, other_holders=holders)
             return epsilon_of([release.seen_by("aggregate")], DELTA).epsilon
 
         worst = cost(worst_other_holders(weights, coins, 0, 3))
@@ -241,13 +241,11 @@ def test_without_noise_the_cost_is_infinite_and_without_a_coin_nothing():
     assert epsilon_of([summed(0.0, (1.0, 1.0), (0.1, 0.1))], DELTA).epsilon == math.inf
     assert epsilon_of([summed(1.0, (1.0, 1.0), (0.0, 0.0))], DELTA).epsilon == 0
     everywhere = epsilon_of([summed(4.0, (1.0, 1.0), (1.0, 1.0))], DELTA).epsilon
-    plain = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0)
-    assert everywhere == epsilon_of([plain], DELTA).epsilon
+    assert everywhere == epsilon_of([gaussian(2.0)], DELTA).epsilon
 
 
 def test_a_ledger_keeps_other_holders_and_the_verifier_computes_the_mixture(tmp_path):
-    event = SubsampledGaussian(noise_multiplier=8.0, sampling_probability=0.1, unit="person")
-    others = ((1.0, 0.1), (1.5, 0.2))
+    event, others = gaussian(8.0, 0.1, unit="person"), ((1.0, 0.1), (1.5, 0.2))
     release = Release(event=event, rho_bar=0.6, aggregate_scale=2.0, num_readers=1, other_holders=others)
     path = charged_ledger(tmp_path / "ledger.sqlite", *[release] * 4)
     with Ledger(path) as ledger:
@@ -267,8 +265,7 @@ def test_noise_of_which_no_mixture_is_known_is_refused():
 def accounts(holders: int, *noises: float, probabilities: Sequence[float] = ()) -> Accounts:
     made = Accounts(dict.fromkeys(range(len(noises)), 1000), DELTA, holders=holders)
     for client, (noise, q) in enumerate(zip(noises, probabilities or [0.1] * len(noises), strict=True)):
-        event = SubsampledGaussian(noise_multiplier=noise, sampling_probability=q, count=3, unit="person")
-        made.record(client, Release(event=event, rho_bar=0.5))
+        made.record(client, Release(event=gaussian(noise, q, 3, unit="person"), rho_bar=0.5))
     return made
 
 
@@ -338,9 +335,7 @@ def asked(grids: Sequence[float] = GRIDS, coins: Sequence[float] = (1.0, 1.0)) -
 
 def steps_moved(monkeypatch) -> list[int]:
     """The steps by which a person moves each value of either holder's integers, at most: from half a step on."""
-    monkeypatch.setattr(
-        discrete_gaussian, "discrete_gaussian", lambda sigma, num, source: torch.zeros(num, dtype=torch.int64).numpy()
-    )
+    without_noise(monkeypatch)
     without = torch.tensor([[0.5 / grid] * DIMENSION for grid in GRIDS], dtype=torch.float64)
     sums = [without, without + 1 / math.sqrt(DIMENSION)]
     rounded = [MECHANISM.add_noise(each, asked(), [SeededSource(0)] * 2)[0] for each in sums]

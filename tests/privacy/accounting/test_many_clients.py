@@ -10,12 +10,13 @@ from dp_accounting import rdp
 from fedpriv.privacy.accounting import many_clients
 from fedpriv.privacy.accounting.accountants import ORDERS, epsilon_of, total_loss
 from fedpriv.privacy.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, SubsampledLmo
-from fedpriv.privacy.accounting.lmo_parameters import LmoParameters, UniformPart
 from fedpriv.privacy.accounting.many_clients import epsilons
 from tests.marks import slow
+from tests.privacy.accounting.lmo_oracle import uniform
 
 # `epsilon_of` chooses a value discretization interval by epsilon. The rdp bounds already allow for rounding.
 PLD_ROUNDING = 1e-3
+LMO = SubsampledLmo(parameters=uniform(0.1, 0.5), sensitivity=1.0, dimension=500, sampling_probability=0.1)
 
 
 def event(q=0.02, z=1.1, count=10):
@@ -138,16 +139,14 @@ def test_extreme_clients_cost_the_same_as_alone(accountant):
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_histories_of_every_event_type_are_bounded_together(accountant):
-    noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
-    lmo = SubsampledLmo(parameters=noise, sensitivity=1.0, dimension=500, sampling_probability=0.1)
     events = [
         event(),
-        lmo.with_count(3),
+        LMO.with_count(3),
         PureEpsilon(epsilon=0.3, count=2),
-        replace(lmo, sampling_probability=0.0),
+        replace(LMO, sampling_probability=0.0),
         EpsilonDelta(epsilon=0.1, delta=1e-6, count=2),
-        replace(lmo, accounting="published"),
-        replace(lmo, sampling_probability=0.2, count=7),
+        replace(LMO, accounting="published"),
+        replace(LMO, sampling_probability=0.2, count=7),
         EpsilonDelta(epsilon=0.1, delta=1e-5),
     ]
     bounds, _ = check(events, [1e-5] * len(events), accountant, range(len(events)), PLD_ROUNDING)
@@ -170,12 +169,8 @@ def test_bad_arguments_are_refused_by_name(arguments, message):
 
 def test_thousands_of_clients_with_lmo_noise_are_bounded_at_the_best_order_each(monkeypatch):
     monkeypatch.setattr(many_clients, "_RDP_NODES", 10)
-    noise = LmoParameters(combination="mixture", uniform=UniformPart(weight=1.0, low=0.1, high=0.5))
-    generator = np.random.default_rng(5)
-    events = [
-        SubsampledLmo(parameters=noise, sensitivity=1.0, dimension=500, sampling_probability=q, count=20)
-        for q in [0.0, 1.0, *np.exp(generator.uniform(math.log(0.01), 0.0, 28)).tolist()]
-    ]
+    drawn = np.exp(np.random.default_rng(5).uniform(math.log(0.01), 0.0, 28)).tolist()
+    events = [replace(LMO, sampling_probability=q, count=20) for q in (0.0, 1.0, *drawn)]
     bounds, exact = check(events, [1e-5] * len(events), "rdp", range(0, len(events), 10))
     assert bounds[0] == 0
     assert bounds[10::10] == pytest.approx(exact[1:], rel=1e-3)

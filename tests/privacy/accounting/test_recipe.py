@@ -6,14 +6,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from dp_accounting import get_sigma_gaussian
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import brentq
-from scipy.stats import norm
 
 from fedpriv.holder.vault.settings import NodeLimits
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.recipe import (
     START_SHARE,
     WeightedClients,
@@ -24,26 +22,10 @@ from fedpriv.privacy.accounting.recipe import (
     start_noise_for_steps,
     start_noise_multiplier,
 )
+from tests.events import gaussian
 
 DELTA = 1e-5
 SIZES = (1200, 1000, 800, 600, 400)
-
-
-def gaussian(z, count=1, q=1.0):
-    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
-
-
-def exact_gaussian(epsilon, delta):
-    """The least standard deviation of a Gaussian release of sensitivity 1.
-
-    Source: Balle and Wang 2018, Theorem 8.
-    """
-
-    def excess(sigma):
-        low, high = 1 / (2 * sigma) - epsilon * sigma, -1 / (2 * sigma) - epsilon * sigma
-        return norm.cdf(low) - math.exp(epsilon) * norm.cdf(high) - delta
-
-    return brentq(excess, 1e-2, 1e4, xtol=1e-12)
 
 
 def federation(sizes=SIZES, *, equal=False, participation=1.0):
@@ -54,29 +36,29 @@ def federation(sizes=SIZES, *, equal=False, participation=1.0):
 # --- the budget
 
 
-# The theorem's equation, solved by bisection in 40 digits (mpmath).
+# The equation of Balle and Wang 2018, Theorem 8, solved by bisection in 40 digits (mpmath).
 @pytest.mark.parametrize(("epsilon", "s1"), [(1.0, 3.73063163482), (2.0, 1.99381244564), (8.0, 0.600229072199)])
 def test_the_exact_gaussian_mechanism_is_that_of_the_theorem(epsilon, s1):
-    assert exact_gaussian(epsilon, DELTA) == pytest.approx(s1, rel=1e-7)
+    assert get_sigma_gaussian(epsilon, DELTA) == pytest.approx(s1, rel=1e-7)
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0, 8.0])
 @pytest.mark.parametrize("delta", [1e-5, 1e-7])
 def test_the_start_has_the_noise_of_one_exact_release_over_the_root_of_its_share(epsilon, delta):
-    exact = exact_gaussian(epsilon, delta) / math.sqrt(0.15)
+    exact = get_sigma_gaussian(epsilon, delta) / math.sqrt(0.15)
     assert exact <= start_noise_multiplier(epsilon, delta) <= 1.002 * exact
 
 
 @pytest.mark.parametrize(("epsilon", "num_steps"), [(1.0, 40), (2.0, 39), (8.0, 20), (8.0, 160)])
 def test_start_and_full_batches_together_cost_exactly_the_target(epsilon, num_steps):
-    s1 = exact_gaussian(epsilon, DELTA)
-    run = [gaussian(s1 / math.sqrt(0.15)), gaussian(s1 * math.sqrt(num_steps / 0.85), num_steps)]
+    s1 = get_sigma_gaussian(epsilon, DELTA)
+    run = [gaussian(s1 / math.sqrt(0.15)), gaussian(s1 * math.sqrt(num_steps / 0.85), count=num_steps)]
     assert epsilon_of(run, DELTA).epsilon == pytest.approx(epsilon, rel=1e-3)
     assert epsilon_of([event.with_noise(0.99) for event in run], DELTA).epsilon > 1.005 * epsilon
 
 
 def test_what_a_run_releases_besides_leaves_the_start_its_share_of_the_rest():
-    other, s1 = 4.0, exact_gaussian(2.0, DELTA)
+    other, s1 = 4.0, get_sigma_gaussian(2.0, DELTA)
     rest = 1 / s1**2 - 1 / other**2  # Gaussian releases add up in 1 / z^2
     found = start_noise_multiplier(2.0, DELTA, fixed=[gaussian(other)])
     assert found == pytest.approx(1 / math.sqrt(START_SHARE * rest), rel=2e-3)
@@ -186,7 +168,7 @@ def test_sums_of_a_persons_records_have_lower_largest_rates():
 
 def test_full_batches_end_as_noisy_as_one_release_with_their_share_of_the_budget():
     # nu = s1 sqrt(sum w^2) / (sqrt(0.85) sum w N), whatever T
-    s1, clients = exact_gaussian(2.0, DELTA), federation()
+    s1, clients = get_sigma_gaussian(2.0, DELTA), federation()
     for num_steps in (20, 40, 160):
         z = s1 * math.sqrt(num_steps / 0.85)
         rule = learning_rate(clients, noise_stddev=z, sampling_probability=1.0, num_steps=num_steps)

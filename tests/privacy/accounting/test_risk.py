@@ -5,7 +5,6 @@ import math
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import pld
 from scipy import special, stats
 
 from fedpriv import texts
@@ -16,6 +15,7 @@ from fedpriv.privacy.accounting.calibration import calibrate_to_risk, noise_mult
 from fedpriv.privacy.accounting.events import EpsilonDelta, Event, PureEpsilon, SubsampledGaussian
 from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans, GaussianFilter, RenyiFilter
 from fedpriv.privacy.accounting.risk import Risk, RiskTarget, risk_of, risks_of
+from tests.events import by_dp_accounting, gaussian
 from tests.marks import slow
 
 X = np.linspace(0.001, 0.999, 99)
@@ -25,9 +25,8 @@ RATES = np.array(risk.FALSE_POSITIVE_RATES)
 @pytest.mark.parametrize("mu", [0.1, 0.925, 3.0])
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-2])
 def test_gaussian_epsilon_meets_dp_accounting(mu, delta):
-    assert trade_off.gaussian_epsilon(mu, delta) == pytest.approx(
-        dp_accounting.get_epsilon_gaussian(1 / mu, delta), rel=1e-6, abs=1e-9
-    )
+    theirs = dp_accounting.get_epsilon_gaussian(1 / mu, delta)
+    assert trade_off.gaussian_epsilon(mu, delta) == pytest.approx(theirs, rel=1e-6, abs=1e-9)
 
 
 def test_each_function_is_its_own_inverse_and_a_pair_is_two_lines():
@@ -58,7 +57,7 @@ def test_a_delta_below_the_rounding_of_a_loss_distribution_has_the_finite_mu_of_
         of_one = [np.dot(density, np.expm1(1j * at * np.log1p(q * ratio))) for at in t]
         exceed[world] = 0.5 + np.sum(np.exp(steps * np.log1p(of_one)).imag / t) * 0.04 / np.pi
     true = exceed["in"] - exceed["out"]
-    found, at_larger = (risk_of([sampled(z, q, steps)], delta) for delta in (1e-12, 1e-8))
+    found, at_larger = (risk_of([gaussian(z, q, steps)], delta) for delta in (1e-12, 1e-8))
     assert true == pytest.approx(0.313305, abs=1e-6)
     assert true <= found.advantage <= true * (1 + 1e-3)
     assert at_larger.mu <= found.mu < 1.1
@@ -89,17 +88,13 @@ def test_the_figures_of_gaussian_dp_are_those_of_its_mu(mu):
         RenyiFilter(order=6).trade_off(0.2734),  # with a smooth hill and, higher and narrower, a corner
         RenyiFilter(order=20).trade_off(1.3),
         trade_off.of_group(trade_off.gaussian(0.5), 2),
-        risk.trade_off_of((SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.125, count=2),)),
+        risk.trade_off_of((gaussian(1.5, 0.125, 2),)),
     ],
 )
 def test_no_test_of_a_fine_grid_asks_for_more_than_mu(f, delta):
     grids = np.array_split(special.ndtr(np.linspace(-20, 6, 20_001)), 20)
     needed = max(float((-special.ndtri(np.minimum(f(x) + delta, 1)) - special.ndtri(x)).max()) for x in grids)
     assert needed * (1 - 1e-5) <= trade_off.mu_of(f, delta) <= needed * (1 + 3e-4)
-
-
-def sampled(z: float, q: float = 1.0, steps: int = 1) -> SubsampledGaussian:
-    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=steps)
 
 
 def losses(event: SubsampledGaussian, x: np.ndarray) -> np.ndarray:
@@ -152,7 +147,7 @@ def random_schedule(rng: np.random.Generator, *, with_sampling: bool) -> list[Su
         steps, spend = int(np.exp(rng.uniform(0, math.log(150)))), np.exp(rng.uniform(-1.6, 0.7))
         q = float(np.exp(rng.uniform(math.log(0.02), math.log(0.6)))) if with_sampling else 1.0
         z = q * math.sqrt(steps) / spend
-        events.append(sampled(max(float(z), 0.6 if with_sampling else 0.0), q, steps))
+        events.append(gaussian(max(float(z), 0.6 if with_sampling else 0.0), q, steps))
     return events
 
 
@@ -186,7 +181,7 @@ def check(events: list[SubsampledGaussian], truth: np.ndarray, *, rounding: floa
 @pytest.mark.parametrize(("epsilon", "mu", "found"), [(2, 0.50, 0.034), (4, 0.93, 0.081), (8, 1.67, 0.255)])
 def test_reference_values_of_gaussian_noise(epsilon, mu, found):
     z = noise_multiplier_for(epsilon, 1e-5, sampling_probability=1.0, steps=25)
-    told = risk_of([sampled(z, steps=25)], 1e-5)
+    told = risk_of([gaussian(z, count=25)], 1e-5)
     assert told.mu == pytest.approx(5 / z)
     assert told.mu == pytest.approx(mu, abs=0.006)
     assert told.tpr_at_fpr["0.01"] == pytest.approx(found, abs=6e-4)
@@ -197,13 +192,13 @@ def test_reference_values_of_gaussian_noise(epsilon, mu, found):
 
 def test_mu_and_regret_are_those_of_other_code():
     # gdpnum 0.1.0's README: noise multiplier 9.4, sample rate 0.328, 2000 steps.
-    told = risk_of([sampled(9.4, 0.328, 2000)], 1e-10)
+    told = risk_of([gaussian(9.4, 0.328, 2000)], 1e-10)
     assert told.mu == pytest.approx(1.5685621993, rel=2e-3)
     assert told.mu_regret == pytest.approx(0.00102, rel=0.2)
 
 
 def test_epsilon_of_mu_is_never_below_the_accountants():
-    events = [sampled(1.0, 0.01, 1000)]
+    events = [gaussian(1.0, 0.01, 1000)]
     told = risk_of(events, 1e-5)
     epsilon = accountants.epsilon_of(events, 1e-5).epsilon
     assert trade_off.gaussian_epsilon(told.mu, 1e-5) == pytest.approx(epsilon, rel=0.15)
@@ -216,8 +211,8 @@ def test_one_sampled_release_has_its_closed_form():
     joined = (1 - q) * RATES + q * stats.norm.cdf(stats.norm.ppf(RATES) + 1 / z)
     x = np.linspace(1e-6, 1, 400_000)
     left = 1 - np.interp(1 - RATES, (1 - q) * x + q * stats.norm.cdf(stats.norm.ppf(x) + 1 / z), x)
-    assert found_by([sampled(z, q)]) == pytest.approx(np.maximum(joined, left), rel=0.01)
-    assert (found_by([sampled(z, q)]) >= np.maximum(joined, left) - 1e-9).all()
+    assert found_by([gaussian(z, q)]) == pytest.approx(np.maximum(joined, left), rel=0.01)
+    assert (found_by([gaussian(z, q)]) >= np.maximum(joined, left) - 1e-9).all()
 
 
 @pytest.mark.parametrize("num", [2, *slow(100)])
@@ -235,16 +230,13 @@ def test_an_attacker_finds_no_more_than_is_told(num):
 
 
 def test_advantage_is_delta_at_epsilon_zero():
-    events = [sampled(1.1, 0.1, 40)]
-    accountant = dp_accounting.pld.PLDAccountant()
-    event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.1))
-    accountant.compose(dp_accounting.SelfComposedDpEvent(event, 40))
-    assert risk_of(events, 1e-5).advantage == pytest.approx(accountant.get_delta(0.0), rel=0.01)
-    assert risk_of(events, 1e-5).advantage >= accountant.get_delta(0.0) * 0.999
-    assert risk_of([sampled(2.0)], 1e-5).advantage == pytest.approx(2 * stats.norm.cdf(0.25) - 1)
+    events = [gaussian(1.1, 0.1, 40)]
+    delta = by_dp_accounting("pld", *events).get_delta(0.0)
+    assert delta * 0.999 <= risk_of(events, 1e-5).advantage == pytest.approx(delta, rel=0.01)
+    assert risk_of([gaussian(2.0)], 1e-5).advantage == pytest.approx(2 * stats.norm.cdf(0.25) - 1)
 
 
-@pytest.mark.parametrize("events", [[sampled(0.9, 0.1, 60)], [sampled(1.0)], [PureEpsilon(epsilon=1.0)]])
+@pytest.mark.parametrize("events", [[gaussian(0.9, 0.1, 60)], [gaussian(1.0)], [PureEpsilon(epsilon=1.0)]])
 def test_a_curve_is_symmetric_convex_and_falls(events):
     f = risk_of(events, 1e-5).trade_off
     x = np.linspace(0.0, 1.0, 201)
@@ -263,7 +255,7 @@ def test_stated_costs_have_their_own_lines():
 
 
 @pytest.mark.parametrize(
-    "events", [[sampled(0.0)], [sampled(1.0), sampled(0.0, 0.1)], [EpsilonDelta(epsilon=1, delta=1)]]
+    "events", [[gaussian(0.0)], [gaussian(1.0), gaussian(0.0, 0.1)], [EpsilonDelta(epsilon=1, delta=1)]]
 )
 def test_without_a_guarantee_everybody_may_be_found_and_without_a_release_nobody(events):
     told, nothing = risk_of(events, 1e-5), risk_of([], 1e-5)
@@ -274,22 +266,19 @@ def test_without_a_guarantee_everybody_may_be_found_and_without_a_release_nobody
 
 
 def test_units_do_not_mix():
-    client = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=1.0, unit="client")
-    for event in (sampled(1.0), PureEpsilon(epsilon=1.0)):
+    for event in (gaussian(1.0), PureEpsilon(epsilon=1.0)):
         with pytest.raises(ValueError, match="units"):
-            risk_of([event, client], 1e-5)
+            risk_of([event, gaussian(1.0, unit="client")], 1e-5)
 
 
 def test_a_schedule_with_large_losses_and_little_sampling_takes_a_coarser_grid_and_no_minutes(monkeypatch):
     """One of 1e-5 would have six million losses; a tenth as many hardly tell more."""
-    events = [sampled(0.3, 1e-4, 100_000)]
+    events = [gaussian(0.3, 1e-4, 100_000)]
     monkeypatch.setattr(accountants, "_MOST_LOSSES", 3e5)
     interval = accountants.affordable(events, 1e-5)
     assert 1e-5 < interval < 1e-3
     found = found_by(events)
-    fine = pld.PLDAccountant(value_discretization_interval=interval / 2).compose(
-        dp_accounting.PoissonSampledDpEvent(1e-4, dp_accounting.GaussianDpEvent(0.3)), 100_000
-    )
+    fine = by_dp_accounting("pld", *events, interval=interval / 2)
     epsilons = np.linspace(0.0, 20.0, 200)
     least = 1 - trade_off.profile(epsilons, np.asarray(fine.get_delta(epsilons)))(RATES)
     assert (least * 0.999 <= found).all()
@@ -310,8 +299,8 @@ def test_the_renyi_bound_of_an_order_is_met_by_two_coins():
 
 
 def test_the_renyi_bound_is_above_the_true_curve_and_stands_for_one_that_is_not_known():
-    by_renyi = 1 - trade_off.renyi(ORDERS, sampled(1.3, 0.1, 30).rdp(ORDERS))(RATES)
-    exact = found_by([sampled(1.3, 0.1, 30)])
+    by_renyi = 1 - trade_off.renyi(ORDERS, gaussian(1.3, 0.1, 30).rdp(ORDERS))(RATES)
+    exact = found_by([gaussian(1.3, 0.1, 30)])
     assert (by_renyi > exact).all()
     assert (by_renyi < 2 * exact).all()
     event = PureEpsilon(epsilon=800.0)  # has no loss distribution
@@ -321,7 +310,7 @@ def test_the_renyi_bound_is_above_the_true_curve_and_stands_for_one_that_is_not_
 def test_a_filter_tells_what_it_lets_pass_and_not_what_was_spent():
     rule, budget = RenyiFilter.derived(4.0, 1e-5), {"epsilon": 4.0, "delta": 1e-5}
     assert GaussianFilter().risk([], **budget).found[1] == pytest.approx(0.0805, abs=1e-3), "the reference"
-    little = [sampled(5.0, 0.1, 3)]
+    little = [gaussian(5.0, 0.1, 3)]
     told = rule.risk(little, **budget)
     assert told.found == rule.risk([], **budget).found
     assert told.found[1] > 10 * found_by(little)[1]
@@ -333,15 +322,15 @@ def test_a_filter_tells_what_it_lets_pass_and_not_what_was_spent():
 
 def test_a_filter_does_not_tell_less_than_was_released_before_it():
     rule = GaussianFilter()
-    spent = [sampled(0.5)]
+    spent = [gaussian(0.5)]
     assert rule.risk(spent, epsilon=1.0, delta=1e-5).mu == pytest.approx(2.0, rel=1e-3)
     assert rule.risk([PureEpsilon(epsilon=1.0)], epsilon=1.0, delta=1e-5).found == (1.0, 1.0, 1.0)
 
 
 def test_a_plan_tells_of_all_its_slots():
-    plan = CommittedPlan.of([sampled(1.0, 0.05, 40)], 1e-5)
-    told = CommittedPlans(plans=(plan,)).risk([sampled(1.0, 0.05)], epsilon=None, delta=1e-5)
-    assert told.found == pytest.approx(found_by([sampled(1.0, 0.05, 40)]))
+    plan = CommittedPlan.of([gaussian(1.0, 0.05, 40)], 1e-5)
+    told = CommittedPlans(plans=(plan,)).risk([gaussian(1.0, 0.05)], epsilon=None, delta=1e-5)
+    assert told.found == pytest.approx(found_by([gaussian(1.0, 0.05, 40)]))
 
 
 # --- many histories ---
@@ -358,15 +347,14 @@ def most_shared(request, monkeypatch) -> int:
 
 
 def test_few_histories_have_their_own_risk():
-    histories = {size: ([sampled(1.0, 30 / size, 20)], 1e-5) for size in (100, 200, 400)}
-    assert {size: told.found for size, told in risks_of(histories).items()} == {
-        size: tuple(found_by(list(events))) for size, (events, _) in histories.items()
-    }
+    histories = {size: ([gaussian(1.0, 30 / size, 20)], 1e-5) for size in (100, 200, 400)}
+    for size, told in risks_of(histories).items():
+        assert told.found == tuple(found_by(list(histories[size][0])))
 
 
 def test_many_histories_cost_a_few_and_none_is_told_less(most_shared):
     sizes = {8: range(120, 170), 64: range(120, 3000, 11)}[most_shared]
-    histories = {size: ([sampled(1.2, 60 / size, 20), sampled(8.0)], 1e-5) for size in sizes}
+    histories = {size: ([gaussian(1.2, 60 / size, 20), gaussian(8.0)], 1e-5) for size in sizes}
     told = risks_of(histories)
     assert len(set(told.values())) <= most_shared
     for size in (120, sizes[len(sizes) // 6], sizes[-1]):
@@ -382,9 +370,9 @@ def test_histories_of_different_noise_share_bounds(kinds, most_shared):
     """Of one kind, less noise; of histories with one release, two and so on of different noise, Renyi curves."""
     rng = np.random.default_rng(2)
     histories = {
-        who: ([sampled(float(z), 0.05, 4) for z in rng.uniform(0.8, 2.0, 2 if kinds == "one" else 1 + who)], 1e-5)
+        who: ([gaussian(float(z), 0.05, 4) for z in rng.uniform(0.8, 2.0, 2 if kinds == "one" else 1 + who)], 1e-5)
         for who in range(most_shared + 2)
-    } | {"bare": ([sampled(0.0)], 1e-5)}
+    } | {"bare": ([gaussian(0.0)], 1e-5)}
     told = risks_of(histories)
     assert told["bare"].found == (1.0, 1.0, 1.0)
     for who in (0, 5 * most_shared // 8 + 1):
@@ -400,12 +388,12 @@ def test_histories_of_different_noise_share_bounds(kinds, most_shared):
 
 def test_the_noise_for_a_target_meets_it_and_hardly_more():
     def schedule(z: float) -> list[SubsampledGaussian]:
-        return [sampled(z, 0.2, 10)]
+        return [gaussian(z, 0.2, 10)]
 
     target = RiskTarget.parse("tpr=0.1@fpr=0.01")
     z = calibrate_to_risk([(schedule, 1e-5)], target)
     assert 0.098 < risk_of(schedule(z), 1e-5).tpr_at_fpr["0.01"] <= 0.1
-    of_all = calibrate_to_risk([(lambda z: [sampled(z, steps=4)], 1e-5)], RiskTarget(mu=0.5))
+    of_all = calibrate_to_risk([(lambda z: [gaussian(z, count=4)], 1e-5)], RiskTarget(mu=0.5))
     assert of_all == pytest.approx(4.0, rel=1e-3)
     assert of_all >= 4.0
 
@@ -419,7 +407,7 @@ def test_a_target_reads_what_it_writes_and_one_that_says_nothing_is_refused(text
 
 @pytest.mark.parametrize(("unit", "words"), [("record", "records"), ("person", "participants"), ("client", "clients")])
 def test_the_sentence_names_the_unit_and_rounds_up(unit, words):
-    told = risk_of([SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit=unit)], 1e-5)
+    told = risk_of([gaussian(2.0, unit=unit)], 1e-5)
     found, of_delta = texts.risk_in_words(told.values, 1e-5)
     assert found.endswith(f"identifies at most 3.4 % of the {words}.")
     assert of_delta.startswith("Delta, 1e-5, ")

@@ -12,7 +12,6 @@ from scipy.signal import fftconvolve
 
 from fedpriv.holder.sums import smallest_threshold
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import (
     Release,
     aggregate_objections,
@@ -23,8 +22,9 @@ from fedpriv.privacy.accounting.views import (
     smallest_rho_bars,
 )
 from fedpriv.privacy.ledger.accounts import Accounts
+from tests.events import gaussian
 
-EVENT = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=3)
+EVENT = gaussian(1.88, 0.16, 3)
 HOLDS = {"local_steps": 1, "optimizer": "sgd", "noise_on": "gradients", "linear": True, "secure_aggregation": True}
 DELTA = 1e-5
 SIGMA = 1500.0  # of the client with scale 1, in steps of the grid
@@ -59,8 +59,7 @@ def test_accounts_compose_first_and_convert_once():
     accounts = Accounts({0: 400, 1: 10**6})
     for _ in range(10):
         accounts.record(0, Release(event=EVENT, rho_bar=0.5))
-    total = SubsampledGaussian(noise_multiplier=1.88, sampling_probability=0.16, count=30)
-    assert accounts.epsilon_of(0, "local", "pld") == epsilon_of([total], 1e-5, "pld")
+    assert accounts.epsilon_of(0, "local", "pld") == epsilon_of([EVENT.with_count(30)], 1e-5, "pld")
     assert accounts.epsilon_of(0, "rho", "rdp").epsilon > accounts.epsilon_of(0, "local", "rdp").epsilon
     assert accounts.deltas == {0: 1e-5, 1: 1e-7}
     with pytest.raises(KeyError):
@@ -74,8 +73,7 @@ def test_accounts_compose_first_and_convert_once():
 def test_rho_view_never_has_more_noise_than_local(sizes, z):
     scale = rho_bar([size / sum(sizes) for size in sizes])
     assert len(sizes) ** -0.5 * (1 - 1e-9) <= scale <= 1
-    event = SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1)
-    local, rho = (Release(event=event, rho_bar=scale).seen_by(view) for view in ("local", "rho"))
+    local, rho = (Release(event=gaussian(z, 0.1), rho_bar=scale).seen_by(view) for view in ("local", "rho"))
     assert rho.noise_multiplier <= local.noise_multiplier
     assert (rho.sampling_probability, rho.count) == (local.sampling_probability, local.count)
 
@@ -231,9 +229,7 @@ def view_of(reader: set[int], survivors: tuple[int, ...], scales: tuple[float, .
 def charged(client: int, scales: tuple[float, ...], threshold: int, colluding: int, probability: float) -> float:
     """The epsilon that the ledger has for one round."""
     sigma = SIGMA * scales[client]
-    event = SubsampledGaussian(
-        noise_multiplier=math.sqrt(sigma**2 - 9) / round(sigma / NOISE_MULTIPLIER), sampling_probability=probability
-    )
+    event = gaussian(math.sqrt(sigma**2 - 9) / round(sigma / NOISE_MULTIPLIER), probability)
     weights = dict(enumerate(scales))
     scale = smallest_aggregate_scales(weights, threshold=threshold, colluding=colluding)[client]
     return epsilon_of([Release(event=event, rho_bar=1.0, aggregate_scale=scale).seen_by("aggregate")], DELTA).epsilon

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from scipy.stats import norm
 
-from fedpriv.config import parse
 from fedpriv.holder.vault._charging import charge
 from fedpriv.privacy.accounting import filters
 from fedpriv.privacy.accounting.accountants import epsilon_of
@@ -33,12 +32,12 @@ from fedpriv.privacy.ledger import verify_evidence
 from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.evidence import Exhibit, write_evidence
 from fedpriv.privacy.ledger.ledger import Ledger
-from server.observer import LogObserver
 from simulations.api import sweep_all
-from simulations.engines import federation
 from tests.cli.command_line import as_json, fedpriv
+from tests.events import gaussian
 from tests.marks import slow
 from tests.privacy.ledger.test_recovery import Node
+from tests.server import parts
 
 Files = dict[str, bytes]
 SLOW = pytest.mark.slow
@@ -116,7 +115,7 @@ def run(request, small_run, tmp_path_factory) -> tuple[Path, Path, dict]:
     folder = tmp_path_factory.mktemp(request.param)
     sums = {"secure_aggregation": True, "local_steps": 1, "optimizer": "sgd", "learning_rate": 0.1, "min_clients": 3}
     more = sums if request.param == "summed" else {"budget_epsilon": [50.0]}
-    federation.run(parse({**small_run, "noise_multiplier": 4.0, **more, "out": str(folder / "run")}), LogObserver())
+    parts.run(small_run, folder / "run", noise_multiplier=4.0, **more)
     return folder / "run", folder / "bundle.zip", as_json("evidence", folder / "run", "--out", folder / "bundle.zip")
 
 
@@ -135,9 +134,8 @@ def test_the_evidence_of_a_run_is_confirmed(run):
 @pytest.mark.slow
 def test_the_evidence_of_a_sweep_has_a_folder_for_each_run(small_run, tmp_path):
     values = {key: value for key, value in small_run.items() if key != "noise_multiplier"} | {"rounds": 1}
-    sweep_all(
-        None, values, grid={"noise_multiplier": [4.0, 8.0]}, out=tmp_path / "sweep", max_parallel=1, progress=False
-    )
+    grid = {"noise_multiplier": [4.0, 8.0]}
+    sweep_all(None, values, grid=grid, out=tmp_path / "sweep", max_parallel=1, progress=False)
     values = as_json("evidence", tmp_path / "sweep", "--out", tmp_path / "bundle.zip")
     assert len(values["heads"]) == 2
     assert verified(tmp_path / "bundle.zip")[0] == 0
@@ -187,7 +185,7 @@ def test_the_verifier_is_one_short_file_that_imports_nothing_of_ours_and_runs_al
 
 @pytest.mark.parametrize("rule", ["renyi", "gaussian", *slow("plan")])
 def test_the_share_of_a_budget_is_confirmed_for_every_rule_and_a_spent_one_is_named(rule, tmp_path):
-    event, delta = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.5), 1e-5
+    event, delta = gaussian(2.0, 0.5), 1e-5
     plan = CommittedPlan.of([event.with_count(6)], delta * (1 - 1e-9))
     chosen = {"renyi": RenyiFilter.derived(20.0, delta), "gaussian": GaussianFilter(), "plan": plan}[rule]
     path = charged_ledger(tmp_path / "node.sqlite", *[Release(event=event, rho_bar=1.0)] * 4, rule=chosen)
@@ -210,8 +208,7 @@ def test_the_share_of_a_budget_is_confirmed_for_every_rule_and_a_spent_one_is_na
     ],
 )
 def test_the_evidence_of_an_honest_ledger_is_confirmed(delta, rule, noise_source, released, tmp_path):
-    events = [SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=n) for z, q, n in released]
-    releases = [Release(event=event, rho_bar=1.0) for event in events]
+    releases = [Release(event=gaussian(z, q, count), rho_bar=1.0) for z, q, count in released]
     path = charged_ledger(tmp_path / "ledger.sqlite", *releases, rule=rule, delta=delta, noise_source=noise_source)
     code, lines = verified_ledger(path)
     assert (code, failures(lines)) == (0, [])
@@ -219,7 +216,7 @@ def test_the_evidence_of_an_honest_ledger_is_confirmed(delta, rule, noise_source
 
 @pytest.mark.parametrize("rule", ["renyi", "plan"])
 def test_one_ledger_has_one_risk_wherever_it_is_told_and_view_and_rule_are_named(rule, tmp_path):
-    made, event = Node(tmp_path / "node"), SubsampledGaussian(noise_multiplier=3.0, sampling_probability=1.0)
+    made, event = Node(tmp_path / "node"), gaussian(3.0)
     assert made.newest.counter == 0  # as it registers
     policy = replace(made.policy, budget_epsilon=6.0, budget_view="aggregate")
     if rule == "plan":
@@ -258,11 +255,7 @@ def test_epsilons_agree_with_ours_on_random_histories():
     rng = random.Random(43)
     for _ in range(5):
         events = [
-            SubsampledGaussian(
-                noise_multiplier=rng.uniform(1.5, 6),
-                sampling_probability=rng.choice([1.0, rng.uniform(0.005, 0.3)]),
-                count=rng.randint(1, 20),
-            )
+            gaussian(rng.uniform(1.5, 6), rng.choice([1.0, rng.uniform(0.005, 0.3)]), rng.randint(1, 20))
             for _ in range(rng.randint(1, 3))
         ]
         seen = verify_evidence.seen_by("local", [{"event": json.loads(to_json(event))} for event in events])
@@ -275,7 +268,7 @@ def test_epsilons_agree_with_ours_on_random_histories():
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [((0.8, 0.05), (0.5, 0.1)), ((1.0, 0.05),), ((1.0, 1.0),)])
 def test_the_sum_over_several_holders_of_a_person_costs_the_verifier_what_it_costs_us(others):
-    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.05, count=20, unit="person")
+    event = gaussian(2.0, 0.05, 20, unit="person")
     release = Release(event=event, rho_bar=1.0, aggregate_scale=1.5, other_holders=others)
     noted = {"event": json.loads(to_json(event)), "aggregate": 1.5, "other_holders": others}
     ours, seen = [release.charged_on("aggregate")], verify_evidence.seen_by("aggregate", [noted])
@@ -466,8 +459,7 @@ def test_an_older_copy_is_told_by_a_head_that_was_kept_and_what_is_no_bundle_is_
 
 def test_a_risk_may_be_stated_too_large_by_a_hundredth_and_never_too_small():
     """Gaussian noise on all records: mu is sqrt(T) / z, and the worlds differ as N(0, 1) and N(mu, 1) do."""
-    event = SubsampledGaussian(noise_multiplier=4.0, sampling_probability=1.0, count=4)
-    events = verify_evidence.seen_by("local", [{"event": json.loads(to_json(event))}])
+    events = verify_evidence.seen_by("local", [{"event": json.loads(to_json(gaussian(4.0, count=4)))}])
     mu, rates = 0.5, (0.001, 0.01, 0.05)
     tprs = {f"{rate:g}": float(norm.cdf(mu + norm.ppf(rate))) for rate in rates}
     exact = {"mu": mu, "advantage": float(2 * norm.cdf(mu / 2) - 1), "tpr_at_fpr": tprs}
@@ -486,16 +478,15 @@ def test_a_risk_may_be_stated_too_large_by_a_hundredth_and_never_too_small():
 def test_risks_agree_with_ours_on_random_histories_and_for_every_rule(probabilities):
     rng = random.Random(44)
     for q in probabilities:
-        z, count = rng.uniform(0.7, 4), rng.randint(1, 40)
-        events = [SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)]
+        events = [gaussian(rng.uniform(0.7, 4), q, rng.randint(1, 40))]
         check_risk_like_ours(events, 0, risk_of(events, 1e-5))
         rule = RenyiFilter(order=rng.randint(2, 40))
         check_risk_like_ours(events, rule.order, rule.risk(events, epsilon=None, delta=1e-5))
     # A budget's rule has one order, at which the most that a test finds is a sharp peak.
-    events = [SubsampledGaussian(noise_multiplier=1.5, sampling_probability=20 / 103, count=4)]
+    events = [gaussian(1.5, 20 / 103, 4)]
     for order in (5, 8, 12):
         check_risk_like_ours(events, order, RenyiFilter(order=order).risk(events, epsilon=None, delta=1e-5))
-    unsampled = [SubsampledGaussian(noise_multiplier=3.0, sampling_probability=1.0, count=7)]
+    unsampled = [gaussian(3.0, count=7)]
     check_risk_like_ours(unsampled, 0, GaussianFilter().risk(unsampled, epsilon=None, delta=1e-5))
 
 

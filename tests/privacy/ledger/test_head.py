@@ -15,7 +15,7 @@ from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from tests.marks import slow
-from tests.privacy.ledger.test_ledger import charge_for, checked, edited
+from tests.privacy.ledger.test_ledger import assert_refused, charge_for, checked, edited
 
 
 @pytest.fixture
@@ -30,12 +30,6 @@ def filled(tmp_path) -> Path:
 
 def head_of(path: Path) -> Path:
     return path.with_name(path.name + ".head")
-
-
-def assert_refused(path: Path, message: str) -> None:
-    for read in (Ledger, checked):
-        with pytest.raises(LedgerError, match=message):
-            read(path)
 
 
 @pytest.mark.parametrize("remaining", [4, 2, 0])

@@ -79,6 +79,13 @@ def checked(path: Path) -> tuple[int, str]:
     return found.number, found.digest
 
 
+def assert_refused(path: Path, message: str) -> None:
+    """To the next writer, and to a reader."""
+    for read in (Ledger, checked):
+        with pytest.raises(LedgerError, match=message):
+            read(path)
+
+
 @pytest.fixture
 def path(tmp_path) -> Path:
     return tmp_path / "ledger.sqlite"
@@ -256,9 +263,7 @@ def edited(path: Path, *statements: str) -> None:
 )
 def test_an_entry_edited_by_hand_is_named_and_nothing_is_charged_on_top(filled, statement, message):
     edited(filled, statement)
-    for read in (Ledger, checked):
-        with pytest.raises(LedgerError, match=message):
-            read(filled)
+    assert_refused(filled, message)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.6, 0.95, None])
@@ -390,9 +395,7 @@ def test_a_copy_without_the_log_is_named_and_a_backup_beside_the_writer_is_whole
     for name in (path.name, f"{path.name}.head"):
         shutil.copy(path.with_name(name), tmp_path / "two")
     copied = tmp_path / "two" / path.name
-    for read in (checked, Ledger):
-        with pytest.raises(LedgerError, match=r"has seen entry 2.*ledger\.sqlite-wal.*`fedpriv ledger backup`"):
-            read(copied)
+    assert_refused(copied, r"has seen entry 2.*ledger\.sqlite-wal.*`fedpriv ledger backup`")
     with Ledger(path) as ledger:  # which is open, as in a run
         ledger.charge([charge_for(ledger.data_set().id, 2)])
         values = as_json("ledger", "backup", path, "--out", tmp_path / "backup.sqlite")

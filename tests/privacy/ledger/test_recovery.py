@@ -25,6 +25,7 @@ from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog, chain_of, from_text
 from tests.cli.command_line import as_json, fedpriv
+from tests.privacy.ledger.test_head import version
 from tests.privacy.ledger.test_ledger import checked, edited
 
 DELTA = 1e-5
@@ -285,14 +286,10 @@ def test_without_the_nodes_public_key_nothing_can_be_proven(restored, tmp_path):
 
 
 def test_a_recovered_ledger_says_so_and_older_readers_refuse_it(restored, tmp_path):
-    def version() -> int:
-        with sqlite3.connect(restored.path) as db:
-            return db.execute("PRAGMA user_version").fetchone()[0]
-
     with sqlite3.connect(restored.path) as db:
         db.execute("PRAGMA user_version = 1")
     restored.recover(tmp_path / "kept" / "receipts.jsonl", reason="snapshot of 3 May")
-    assert version() == 3
+    assert version(restored.path) == 3
     for command in ("show", "verify"):
         said = " ".join(fedpriv("ledger", command, restored.path)[0].split())
         assert "2 releases that a restored copy of this ledger lacked were charged again: snapshot of 3 May" in said
@@ -303,7 +300,7 @@ def test_a_recovered_ledger_says_so_and_older_readers_refuse_it(restored, tmp_pa
     head_file.head_path(restored.path).unlink()
     with Ledger(restored.path, adopting="new disk"):
         pass
-    assert version() == 3
+    assert version(restored.path) == 3
     checked(restored.path)
     edited(restored.path, "UPDATE entries SET event = NULL WHERE phase = 'recovered'")
     assert "was changed after it was written" in fedpriv("ledger", "verify", restored.path, code=1)[1]
