@@ -4,13 +4,14 @@ import json
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from torch import Tensor
 
 from clients.app import message_of
 from fedpriv.holder.wire import frame
 from fedpriv.holder.wire.frame import FRAME, OWN, Arrays, Request, Response, Scalars, frame_in
 from server.exchange import message_to
+from simulations.engines.flower_private import SERVER_NODE_ID
 
 
 def asked(
@@ -37,6 +38,13 @@ def answered(
 ) -> Message:
     """A node's reply to a message."""
     return message_of(Response.of(fields=fields, arrays=arrays, code=code, reason=reason), message)
+
+
+def given_up(message: Message, reason: str = "node unavailable") -> Message:
+    """What the link answers in its own name for a node that is gone."""
+    error = Message(Error(3, reason), reply_to=message)
+    error.metadata.__dict__["_src_node_id"] = SERVER_NODE_ID
+    return error
 
 
 def records_of(frame: bytes, name: str = "frame-0") -> RecordDict:

@@ -29,12 +29,13 @@ from fedpriv.learning.training.stacked import clients_at_once, execute_one_by_on
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.sensitivity import CLIPPING_RULES, NOISE_TARGETS
 from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
-from server.observer import LogObserver
-from simulations.engines import federation, ray_actors
+from simulations.engines import ray_actors
 from simulations.engines.ray_actors import RayExecutor
 from simulations.sites import free_port
 from tests.chats import chat_model
 from tests.marks import slow
+from tests.notes import Notes
+from tests.server.parts import run, summary
 from tests.tiny import move, random_records, with_persons
 
 # Clients of very different sizes: one has no records to draw, one draws every record.
@@ -283,13 +284,11 @@ def assert_engines_agree(values: dict[str, object], folder: Path, rule: str, eng
     losses, epsilons = {}, {}
     changes = {"aggregation": rule, "relevance_threshold": 0.6, "client_ranks": [2, 4, 3] if rule == "flora" else []}
     for engine in engines:
-        out = folder / engine
-        federation.run(parse({**values, **changes, "engine": engine, "out": str(out)}), LogObserver())
+        out = run(values, folder / engine, **changes, engine=engine)
         losses[engine] = pd.read_csv(out / "rounds.csv")["test_loss"].tolist()
         assert len(set(losses[engine])) == 3, "nothing was learnt, so the test would prove nothing"
-        summary = json.loads((out / "summary.json").read_text())
-        assert summary["engine"] == engine
-        epsilons[engine] = summary["epsilon_local_max"]
+        assert summary(out)["engine"] == engine
+        epsilons[engine] = summary(out)["epsilon_local_max"]
     for engine in engines[1:]:
         assert losses[engine] == pytest.approx(losses[engines[0]], abs=1e-5)
     assert len(set(epsilons.values())) == 1
@@ -333,13 +332,6 @@ def test_complete_runs_of_persons_and_on_responses_agree(request, cluster, tmp_p
     assert_engines_agree(values, tmp_path, "dp-lora", ("in-process", "stacked", "ray"))
 
 
-def test_a_memory_limit_that_fits_one_client_is_reported_and_the_run_continues_in_process(small_run, tmp_path, caplog):
-    class Notes(LogObserver):
-        text = ""
-
-        def notice(self, text: str) -> None:
-            Notes.text += text
-
-    values = {**small_run, "rank": 256, "memory_limit_mb": 1, "rounds": 1, "out": str(tmp_path)}
-    federation.run(parse(values), Notes())
-    assert "memory_limit_mb = 1 holds one client at a time" in Notes.text
+def test_a_memory_limit_that_fits_one_client_is_reported_and_the_run_continues_in_process(small_run, tmp_path):
+    run(small_run, tmp_path, told := Notes(), rank=256, memory_limit_mb=1, rounds=1)
+    assert any("memory_limit_mb = 1 holds one client at a time" in note for note in told.notes)

@@ -1,13 +1,11 @@
 """A simulation that leaves out the masks ends with the same bits as one with the whole protocol, in every engine."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
@@ -15,10 +13,9 @@ from fedpriv.holder.sums import _messages
 from fedpriv.holder.vault import _summed
 from fedpriv.privacy.ledger.entries import CHARGED
 from fedpriv.privacy.ledger.reader import reading
-from server.observer import LogObserver
 from server.sums import SecureSums
-from simulations.engines import federation
 from tests.marks import slow
+from tests.server.parts import global_adapter, run, summary
 
 # Clients with as many records each, so that all have one event to account for.
 SUMS = {"secure_aggregation": True, "min_clients": 3, "local_steps": 1, "num_clients": 3, "rounds": 3}
@@ -30,21 +27,8 @@ def values(small_run):
     return small_run | SUMS
 
 
-def run(values, out: Path, **changes) -> Path:
-    federation.run(parse({**values, **changes, "out": str(out)}), LogObserver())
-    return out
-
-
-def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "variants" / "global" / "adapter_model.safetensors")
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
-
-
 def assert_same(one: Path, other: Path) -> None:
-    ours, theirs = adapter(one), adapter(other)
+    ours, theirs = global_adapter(one), global_adapter(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
 
 
@@ -79,8 +63,8 @@ def test_masks_cancel_to_the_bit(values, tmp_path, kind):
 @pytest.mark.parametrize("engine", ["in-process", *slow("ray", "flower")])
 def test_engines_agree(values, plain, tmp_path, engine):
     """Flower's own engine sums without masks."""
-    other = adapter(run(values, tmp_path / engine, engine=engine, secure_masks=engine != "flower"))
-    for name, tensor in adapter(plain).items():
+    other = global_adapter(run(values, tmp_path / engine, engine=engine, secure_masks=engine != "flower"))
+    for name, tensor in global_adapter(plain).items():
         torch.testing.assert_close(other[name], tensor, atol=2e-5, rtol=1e-4)
 
 

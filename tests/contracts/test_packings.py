@@ -4,11 +4,9 @@ from collections import Counter
 
 import pytest
 
-from fedpriv.config import parse
 from fedpriv.holder.wire import frame
-from server.observer import LogObserver
-from simulations.engines import federation
 from tests.marks import slow
+from tests.server.parts import run
 
 ROUNDS, CLIENTS = 2, 3
 
@@ -27,6 +25,5 @@ def test_an_adapter_is_packed_and_unpacked_once_each_way(small_run, tmp_path, mo
 
     for name in ("packed_arrays", "unpacked_arrays"):
         monkeypatch.setattr(frame, name, counted(name, getattr(frame, name)))
-    values = {"upload_codec": codec, "rounds": ROUNDS, "out": str(tmp_path / "run")}
-    federation.run(parse(small_run | values), LogObserver())
+    run(small_run, tmp_path / "run", upload_codec=codec, rounds=ROUNDS)
     assert counts == {"packed_arrays": ROUNDS * (1 + CLIENTS), "unpacked_arrays": ROUNDS * (1 + CLIENTS)}

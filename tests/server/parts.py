@@ -1,16 +1,20 @@
 """What tests of the server share: nodes with keys, strategies with their books, and whole runs of this process."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from flwr.app import Message
+from safetensors.torch import load_file
 
 from fedpriv.config import RunConfig, parse
-from fedpriv.holder.wire.kinds import Registration
+from fedpriv.holder.wire import kinds
+from fedpriv.holder.wire.kinds import Registration, UploadRelease
 from fedpriv.learning.training.evaluation import Evaluation
+from fedpriv.privacy.accounting.events import Event
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
@@ -19,6 +23,7 @@ from server.observer import LogObserver
 from server.registration import Nodes
 from server.strategy import RuleStrategy
 from simulations.engines import federation
+from tests.wire import answered, arrays_of, request_in
 
 ADAPTER = {"A": torch.zeros(2, 3), "B": torch.zeros(4)}
 
@@ -50,10 +55,36 @@ def strategy_of(
     return RuleStrategy(config, nodes, books=books, run="run", **own)
 
 
+def answer(
+    strategy: RuleStrategy, message: Message, value: float = 1.0, *, client: int = -1, adapter=None, **claims: Any
+) -> Message:
+    """What a client's node answers that has set all values of the adapter to this one, true but for the claims."""
+    client = client if client >= 0 else message.metadata.dst_node_id - 100
+    adapter = adapter or {name: torch.full_like(tensor, value) for name, tensor in ADAPTER.items()}
+    honest = {"round": request_in(message).fields["round"], "event": strategy.event(client)}
+    honest["num_records"] = strategy.books.sizes[client]
+    arrays = {} if claims.get("silent") else {kinds.ADAPTER: arrays_of(adapter)}
+    return answered(message, kinds.pack(UploadRelease(**{**honest, **claims})), arrays=arrays)
+
+
+def released(books: Books, rounds: Iterable[int], clients: Iterable[int] = (0,)) -> Books:
+    """The books after these rounds, of which each asked these clients, and all of them replied."""
+    for round_ in rounds:
+        books.charge(round_, dict.fromkeys(clients, f"request {round_}"))
+        books.settle(dict.fromkeys(clients, "reply"))
+    return books
+
+
 def rounds_charged(ledger: Path, client: int) -> list[int]:
     """The rounds that a ledger has charged a client."""
     with reading(ledger) as db:
         return [entry.round for entry in db.entries() if entry.phase == "charged" and entry.client == str(client)]
+
+
+def events_charged(ledger: Path) -> dict[str, list[Event]]:
+    """{client: the events that a ledger has charged it}."""
+    with reading(ledger) as db:
+        return {known.client: [release.event for release in db.releases(known.id)] for known in db.data_sets()}
 
 
 def run(values: Mapping[str, object], out: Path, observer: LogObserver | None = None, **changes: object) -> Path:
@@ -65,6 +96,11 @@ def run(values: Mapping[str, object], out: Path, observer: LogObserver | None = 
 def summary(folder: Path) -> dict[str, Any]:
     """A finished run's summary."""
     return json.loads((folder / "summary.json").read_text())
+
+
+def global_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the global model that a run ended with."""
+    return load_file(folder / "variants" / "global" / "adapter_model.safetensors")
 
 
 class StopsAfter(LogObserver):

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-import torch
 from flwr.app import ArrayRecord, Error, Message
 
 from fedpriv.config import parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import REGISTER
-from fedpriv.holder.wire.kinds import Registration, UploadRelease
+from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.aggregation._fedavg import GlobalModel
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.runs._folder import RunFolder
@@ -25,21 +24,15 @@ from server.exchange import set_message_id
 from server.registration import NO_NODE
 from server.round import Absences
 from simulations.engines import federation
-from simulations.engines.flower_private import task_identity
 from simulations.engines.grid import LocalGrid
 from tests.notes import Notes
 from tests.server import parts
 from tests.server.parts import ADAPTER
-from tests.wire import answered, arrays_of, request_in
+from tests.wire import answered, given_up, request_in
+
+pytestmark = pytest.mark.usefixtures("as_a_task")
 
 SIZES = {0: 600, 1: 300, 2: 100}
-LINK = 1
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(LINK):
-        yield
 
 
 def signed(node_keys, client: int, **changes) -> Registration:
@@ -102,14 +95,8 @@ class Link:
         client = self.registered[node_id].client
         self.trained.append((self.round, client))
         if self.gone(node_id):
-            if not self._link_answers:
-                return None
-            error = Message(Error(3, "node unavailable"), reply_to=message)
-            error.metadata.__dict__["_src_node_id"] = LINK
-            return error
-        honest = {"round": self.round, "event": self.strategy.event(client), "num_records": SIZES[client]}
-        adapter = arrays_of({name: torch.ones_like(t) for name, t in ADAPTER.items()})
-        return answered(message, kinds.pack(UploadRelease(**honest)), arrays={kinds.ADAPTER: adapter})
+            return given_up(message) if self._link_answers else None
+        return parts.answer(self.strategy, message, client=client)
 
     def run(self, num_rounds: int, nodes=None) -> list[int]:
         """Carry out a run over these nodes with the real strategy and a ledger, and return who is skipped."""

@@ -15,22 +15,16 @@ from server.affordable import check_affordable
 from server.costs import RoundCosts
 from server.exchange import set_message_id
 from server.registration import NO_NODE
-from simulations.engines.flower_private import task_identity
 from tests.notes import Notes
 from tests.server.parts import nodes_of, registered
-from tests.wire import answered, request_in
+from tests.wire import answered, given_up, request_in
 
-LINK = 1
+pytestmark = pytest.mark.usefixtures("as_a_task")
+
 SIZES = {0: 400, 1: 300, 2: 300}
 ROUNDS = 6
 INITIAL = {"head.weight": torch.zeros(2, 4)}
 VALUES = {"recipe": "per-sample", "rounds": ROUNDS, "min_clients": 2, "noise_multiplier": 2.0, "train": "head"}
-
-
-@pytest.fixture(autouse=True)
-def _identity():
-    with task_identity(LINK):
-        yield
 
 
 class Nodes:
@@ -52,8 +46,7 @@ class Nodes:
             if answer == "":
                 reply = Message(Error(REFUSED, "refused: kind = 'afford'"), reply_to=message)
             if answer == "gone":  # Flower's link answers for a node that left
-                reply = Message(Error(3, "node unavailable"), reply_to=message)
-                reply.metadata.__dict__["_src_node_id"] = LINK
+                reply = given_up(message)
             self._replies.append(reply)
 
     def pull_messages(self, ids):

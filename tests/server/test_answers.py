@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import fedpriv.learning.adapters
 from fedpriv.config import parse
@@ -30,7 +30,7 @@ from tests.cli.command_line import as_json
 from tests.cli.command_line import fedpriv as fedpriv_command
 from tests.instructions import END, number_tokenizer
 from tests.server.parts import StopsAfter, run, summary
-from tests.tiny import VOCABULARY
+from tests.tiny import VOCABULARY, llama_config
 
 PROMPT_TOKENS = 3
 KEYS = ("rouge_l", "rouge_l_initial", "rouge_l_non_private", "rouge_l_standard_error", "num_generated")
@@ -41,11 +41,8 @@ def values(tmp_path_factory) -> dict[str, object]:
     """A federation of two holders, whose responses say a prompt's first word again, and then one of two others."""
     folder = tmp_path_factory.mktemp("answers")
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    special = {"pad_token_id": 0, "eos_token_id": END, "bos_token_id": None}
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, max_position_embeddings=64, **heads, **special
-    )
+    special = {"eos_token_id": END, "bos_token_id": None}
+    config = llama_config(VOCABULARY, num_hidden_layers=2, max_position_embeddings=64, **special)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer = number_tokenizer()
     tokenizer.chat_template = (
@@ -198,11 +195,9 @@ def test_with_choices_of_each_record_accuracy_is_by_the_mean_likelihood_on_a_ser
     assert 1 / 3 < found["chance_accuracy"] < 1 / 2
     assert found["accuracy"] > found["accuracy_initial"]
     assert "Chance" not in (tmp_path / "out" / "report.html").read_text(), "the best constant place says more"
-    private = run(
-        values, tmp_path / "private", **{**changes, "rounds": 3}, evaluation_noise_multiplier=0.5, test_fraction=0.4
-    )
-    assert summary(private)["accuracy"] > 0.5
-    assert summary(private)["chance_accuracy"] is None
+    changes |= {"rounds": 3, "evaluation_noise_multiplier": 0.5, "test_fraction": 0.4}
+    private = summary(run(values, tmp_path / "private", **changes))
+    assert (private["accuracy"] > 0.5, private["chance_accuracy"]) == (True, None)
 
 
 # Every day test_baselines.py finishes a run again, and test_checkpoint.py resumes one to the same figures.

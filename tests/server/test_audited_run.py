@@ -51,10 +51,8 @@ def test_registered_numbers_count_all_canaries_whatever_the_coins_show(small_run
     assert found["claimed_epsilon"] == pytest.approx(told["epsilon_local_max"])
     assert not found["refuted"]
     scores = ("--scores", folder / "audit_scores.csv", "--guesses", 68, "--delta", found["delta"])
-    again = as_json("audit", "one-run", *scores)
-    assert [again[key] for key in ("num_canaries", "num_correct", "epsilon_lower")] == [
-        found[key] for key in ("num_canaries", "num_correct", "epsilon_lower")
-    ]
+    again = {key: found[key] for key in ("num_canaries", "num_correct", "epsilon_lower")}
+    assert again.items() <= as_json("audit", "one-run", *scores).items()
     page = (folder / "report.html").read_text()
     assert "<h3>Audit</h3>" in page
     assert "stands" in page

@@ -245,9 +245,8 @@ def test_a_public_run_has_baselines_and_figures_of_its_final_model(paper, tmp_pa
     assert num == 48
     assert sum(confusion[c][c] for c in range(3)) / num == found["accuracy"]
     assert found["majority_accuracy"] == max(map(sum, confusion)) / num
-    assert found["accuracy_standard_error"] == pytest.approx(
-        math.sqrt(found["accuracy"] * (1 - found["accuracy"]) / num)
-    )
+    variance = found["accuracy"] * (1 - found["accuracy"])
+    assert found["accuracy_standard_error"] == pytest.approx(math.sqrt(variance / num))
     assert found["tfidf_accuracy"] == 1.0  # a word of each text is its label
     assert found["probe_accuracy"] > found["majority_accuracy"]
     assert found["baselines"]["num_trained_on"] == found["baselines"]["num_available"] == 192

@@ -7,15 +7,15 @@ import pytest
 from fedpriv.config import RunConfig, parse
 from fedpriv.learning.training.noise_plan import calibrated
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
 from server.costs import EarlierCharges
-from tests.server.parts import ADAPTER, registered
+from tests.events import gaussian
+from tests.server.parts import ADAPTER, registered, released
 
-RELEASE = Release(event=SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1), rho_bar=1.0)
+RELEASE = Release(event=gaussian(1.0, 0.1), rho_bar=1.0)
 KEYS = {"recipe": "per-sample", "local_steps": 1, "rounds": 4, "sampling_probability": 0.25}
 SIZE = 400
 
@@ -76,8 +76,8 @@ def config() -> RunConfig:
     return calibrated(parse(KEYS | {"target_epsilon": 8.0, "batch_size": 8}), [SIZE], ADAPTER)
 
 
-def books_of(config: RunConfig, ledger: Ledger | None = None, run: str = "run") -> Books:
-    return Books(config, run, registered({0: SIZE}), initial=ADAPTER, ledger=ledger)
+def books_of(config: RunConfig, ledger: Ledger | None = None, run: str = "run", *, num_clients: int = 1) -> Books:
+    return Books(config, run, registered(dict.fromkeys(range(num_clients), SIZE)), initial=ADAPTER, ledger=ledger)
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +85,6 @@ def of_two_a_round() -> RunConfig:
     """Rounds of two of four clients, which together cost 8 on the view of Theorem 1."""
     keys = KEYS | {"privacy_view": "rho", "clients_per_round": 2, "min_clients": 2}
     return calibrated(parse(keys | {"target_epsilon": 8.0, "batch_size": 8}), [SIZE] * 4, ADAPTER)
-
-
-def four_of(config: RunConfig) -> Books:
-    return Books(config, "run", registered(dict.fromkeys(range(4), SIZE)), initial=ADAPTER)
-
-
-def released(books: Books, rounds: range) -> Books:
-    for round_ in rounds:
-        books.charge(round_, {0: f"request {round_}"})
-        books.settle({0: "reply"})
-    return books
 
 
 def by_rdp(books: Books) -> float:
@@ -139,16 +128,13 @@ def test_less_noise_than_was_calibrated_is_never_hidden_behind_the_target(config
 
 
 def test_on_another_view_too_a_run_that_keeps_to_its_plan_shows_no_more_than_its_target(of_two_a_round):
-    books = four_of(of_two_a_round)
-    for round_ in range(1, 5):
-        books.charge(round_, dict.fromkeys((0, 1), f"request {round_}"))
-        books.settle(dict.fromkeys((0, 1), "reply"))
+    books = released(books_of(of_two_a_round, num_clients=4), range(1, 5), (0, 1))
     assert books.epsilon_so_far(0, "rho") == 8.0
 
 
 def test_rounds_with_more_uploads_than_were_calibrated_for_are_never_hidden_behind_the_target(of_two_a_round):
     """As when a round asks two others in place of two of whom one failed: each counts on less of the noise."""
-    books = four_of(of_two_a_round)
+    books = books_of(of_two_a_round, num_clients=4)
     for round_ in range(1, 5):
         for batch in ((0, 1), (2, 3)):
             books.charge(round_, dict.fromkeys(batch, f"request {round_}"))

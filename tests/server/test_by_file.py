@@ -46,9 +46,8 @@ def ids(messages: list[Message]) -> list[str]:
 def test_each_message_takes_its_nodes_way_and_a_vault_is_handed_what_flower_would_bring(grid):
     assert grid.get_node_ids() == [BY_NETWORK, BY_FILE]
     own = {kinds.RECEIPT: "its newest"}
-    messages = [
-        message_to(node_id, Request.of(TRAIN, fields={"x": 1}, own=own), 2) for node_id in (BY_NETWORK, BY_FILE)
-    ]
+    request = Request.of(TRAIN, fields={"x": 1}, own=own)
+    messages = [message_to(node_id, request, 2) for node_id in (BY_NETWORK, BY_FILE)]
     grid.push_messages(messages)
     (reply,) = grid.pull_messages(ids(messages))
     assert reply.metadata.src_node_id == BY_NETWORK

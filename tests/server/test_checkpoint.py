@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedpriv.config import BY_RECIPE, parse, read
@@ -30,10 +29,9 @@ from tests.cli.command_line import as_json
 from tests.foreign import linked, planted
 from tests.marks import slow
 from tests.privacy.ledger.test_evidence import failures, verified
-from tests.server.parts import StopsAfter, nodes_of, registered, run, signed, summary
+from tests.server.parts import StopsAfter, global_adapter, nodes_of, registered, run, signed, summary
 from tests.tiny import with_persons
 
-GLOBAL = Path("variants") / "global" / "adapter_model.safetensors"
 INITIAL = {"b": torch.zeros(2, 3), "a": torch.ones(4)}
 
 
@@ -185,7 +183,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(small_run, table, tmp_p
     folders = resume(values, folder), run(values, tmp_path / "whole")
     tables = [pd.read_csv(f / "rounds.csv").drop(columns="seconds") for f in folders]
     pd.testing.assert_frame_equal(*tables, check_exact=True)
-    assert_equal_tensors(*(load_file(f / GLOBAL) for f in folders))
+    assert_equal_tensors(*map(global_adapter, folders))
     one, other = map(summary, folders)
     for name in ("accuracy", "epsilon_local_max", "epsilon_rho_max", "bytes_up", "bytes_down", "num_rounds"):
         assert one[name] == other[name], name

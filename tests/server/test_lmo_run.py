@@ -1,6 +1,5 @@
 """LMO noise in whole runs: what is charged is what was noised, targets are met, `published` is marked everywhere."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import SubsampledLmo
 from fedpriv.privacy.accounting.lmo_parameters import LmoParameters
 from fedpriv.privacy.ledger import statement
-from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
+from tests.server import parts
 from tests.server.parts import run, summary
 
 UNIFORM = '{"combination": "mixture", "uniform": {"weight": 1.0, "low": 0.1, "high": 0.5}}'
@@ -38,18 +37,18 @@ def once(small_run, tmp_path_factory) -> Path:
 def test_the_ledger_holds_lmo_noise_for_all_values_of_the_adapter_and_its_epsilon_is_the_sound_one(small_run, once):
     values, found = workbench(parse(small_run)).initial, summary(once)
     rows = pd.read_csv(once / "clients.csv")
-    with Ledger(once / "ledger.sqlite") as ledger:
-        for client in json.loads((once / "registrations.json").read_text()).values():
-            events = [release.event for release in ledger.releases(client["data_set"])]
-            assert {type(event) for event in events} == {SubsampledLmo}
-            for event in events:
-                assert event.parameters == LmoParameters.from_json(UNIFORM).scaled(0.5)
-                assert event.dimension == sum(tensor.numel() for tensor in values.values())
-                assert event.sensitivity == pytest.approx(3**0.5), "split, with a head"
-                assert event.sampling_probability == 8 / client["num_records"]
-            told = next(each for each in found["clients"] if each["client"] == client["client"])
-            assert told["epsilon_local"] == pytest.approx(epsilon_of(events, told["delta"]).epsilon)
-            assert told["epsilon_rho"] > told["epsilon_local"] > 0
+    charged = parts.events_charged(once / "ledger.sqlite")
+    assert len(charged) == 3
+    for client in found["clients"]:
+        events = charged[client["name"]]
+        assert {type(event) for event in events} == {SubsampledLmo}
+        for event in events:
+            assert event.parameters == LmoParameters.from_json(UNIFORM).scaled(0.5)
+            assert event.dimension == sum(tensor.numel() for tensor in values.values())
+            assert event.sensitivity == pytest.approx(3**0.5), "split, with a head"
+            assert event.sampling_probability == 8 / client["num_records"]
+        assert client["epsilon_local"] == pytest.approx(epsilon_of(events, client["delta"]).epsilon)
+        assert client["epsilon_rho"] > client["epsilon_local"] > 0
     assert not found["private"], "it is a simulation"
     assert found["epsilon_aggregate_max"] is None
     # Between the Gaussian of the same Fisher information and that of the same variance.

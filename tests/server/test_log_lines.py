@@ -12,7 +12,6 @@ from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.operate.flower import _run_in_foreground
-from fedpriv.texts import holder_label
 from server.app import WithoutTrace
 from server.bookkeeping import announce_budgets
 from server.observer import LogObserver
@@ -28,14 +27,12 @@ logging.getLogger("flwr").warning("the node left")
 """
 
 
-def test_an_update_is_told_in_words_and_a_client_is_named_once() -> None:
+def test_an_update_is_told_in_words() -> None:
     spec = UpdateSpec.of(parse({"recipe": "per-sample", "local_steps": 1, "learning_rate": 0.5, "batch_size": 8}))
     text = str(spec)
     assert "1 step of sgd at learning rate 0.5, B = 8" in text
     assert "noise with z =" in text
     assert "UpdateSpec" not in text
-    assert holder_label(0, "client 0") == holder_label(0, "") == "client 0"
-    assert holder_label(0, "St. Anna") == "St. Anna (0)"
 
 
 def test_a_round_is_told_on_the_view_of_its_target_first(caplog, monkeypatch) -> None:

@@ -68,9 +68,8 @@ class UnreliableGrid(LocalGrid):
     """
 
     def __init__(self, contexts: Sequence[Context], update: Any, fate: Any, pool: ThreadPoolExecutor) -> None:
-        super().__init__(
-            {context.node_id: context for context in contexts}, lambda tasks: list(map(update, tasks)), client_app
-        )
+        nodes = {context.node_id: context for context in contexts}
+        super().__init__(nodes, lambda tasks: list(map(update, tasks)), client_app)
         self.sent: dict[str, Place] = {}
         self._fate, self._pool, self._lock, self._rng = fate, pool, threading.Lock(), random.Random(0)
         self._working, self._here, self._late = 0, [], []
@@ -290,13 +289,10 @@ def test_a_late_or_second_reply_is_in_no_sum(done: Done) -> None:
     assert [float(values.min()), float(values.max())] == pytest.approx([expected] * 2, abs=1e-4)
 
 
-def test_every_message_is_charged_once_before_it_is_sent_and_settled_once_and_so_at_its_node(
-    done: Done,
-) -> None:
-    charged = written(done.folder / "ledger.sqlite", CHARGED)
-    assert Counter((e.round, int(e.client)) for e in charged) == Counter(done.sent)
-    settled = written(done.folder / "ledger.sqlite", RELEASED)
-    assert Counter((e.round, int(e.client)) for e in settled) == Counter(done.sent)
+def test_every_message_is_charged_once_before_it_is_sent_and_settled_once_here_and_at_its_node(done: Done) -> None:
+    charged, settled = (written(done.folder / "ledger.sqlite", phase) for phase in (CHARGED, RELEASED))
+    for entries in (charged, settled):
+        assert Counter((e.round, int(e.client)) for e in entries) == Counter(done.sent)
     for entry in settled:
         place = (entry.round, int(entry.client))
         assert (entry.reply is not None) == (done.expected_status(place) == "ok"), place

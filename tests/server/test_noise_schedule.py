@@ -10,12 +10,13 @@ from fedpriv.config import parse, read, to_flower, to_toml
 from fedpriv.errors import InputError
 from fedpriv.learning.training.noise_plan import calibrated, planned_releases, with_learning_rates
 from fedpriv.learning.training.rounds import RunSchedule
-from fedpriv.privacy.accounting import SubsampledGaussian, epsilon_of
+from fedpriv.privacy.accounting import epsilon_of
 from fedpriv.privacy.accounting.filters import CommittedPlan, CommittedPlans
 from fedpriv.runs.files import CONFIG
 from server.checkpoint import check_configuration
 from server.costs import RoundCosts
 from simulations.api import _resolved
+from tests.events import gaussian
 from tests.marks import slow
 
 SIZES, DELTA = (300, 200), 1e-5
@@ -33,10 +34,6 @@ def scheduled(values=Z, **keys):
 
 def costs(config):
     return RoundCosts(with_learning_rates(config, SIZES, ADAPTER), dict(enumerate(SIZES)), ADAPTER)
-
-
-def gaussian(z: float, q: float = 1.0, count: int = 1) -> SubsampledGaussian:
-    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
 
 
 def test_each_round_costs_its_own_event_and_all_together_what_these_compose_to():

@@ -15,7 +15,6 @@ from fedpriv.learning.data import load
 from fedpriv.models.serving.http.cards import Cards
 from fedpriv.models.variants import folders
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.risk import risk_of
 from fedpriv.privacy.ledger.statement import statement_text
 from fedpriv.runs import RunFolder
@@ -23,8 +22,9 @@ from fedpriv.runs.figures import figures
 from fedpriv.runs.show._progress_page import RunPage, Timing
 from fedpriv.runs.show._terminal import show_status
 from tests.cli.command_line import as_json
+from tests.events import gaussian
 from tests.marks import slow
-from tests.privacy.ledger.test_evidence import verified
+from tests.privacy.ledger.test_evidence import failures, verified
 from tests.server.parts import run, summary
 from tests.tiny import with_persons
 
@@ -61,11 +61,9 @@ def test_a_persons_epsilon_is_that_of_so_many_records_as_there_are_persons(skewe
     found, _, _ = skewed
     assert found["unit"] == "person"
     assert sizes_of(found) == NUM_PERSONS
-    evaluation = SubsampledGaussian(noise_multiplier=Z_EVALUATION, sampling_probability=1.0, unit="person")
     for client in found["clients"]:
-        q = 8 / client["num_records"]
-        training = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=q, count=4, unit="person")
-        assert client["epsilon_local"] == pytest.approx(epsilon_of([training, evaluation], client["delta"]).epsilon)
+        events = [gaussian(1.0, 8 / client["num_records"], 4, unit="person"), gaussian(Z_EVALUATION, unit="person")]
+        assert client["epsilon_local"] == pytest.approx(epsilon_of(events, client["delta"]).epsilon)
 
 
 def test_statement_status_and_pages_say_persons_and_a_ledger_never_composes_records_with_them(skewed, tmp_path):
@@ -120,12 +118,9 @@ def test_the_target_is_kept_for_a_person_at_several_clients(shared, tmp_path, ev
     changes = {"noise_multiplier": "by recipe", "target_epsilon": 3.0, "evaluation_noise_multiplier": evaluation}
     found = summary(run(shared, tmp_path / "run", holders_per_person=3, **changes))
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["noise_multiplier"]
-    events = [
-        SubsampledGaussian(noise_multiplier=written, sampling_probability=8 / size, count=4, unit="person")
-        for size in sizes_of(found)
-    ]
+    events = [gaussian(written, 8 / size, 4, unit="person") for size in sizes_of(found)]
     if evaluation:
-        events += [SubsampledGaussian(noise_multiplier=evaluation, sampling_probability=1.0, count=3, unit="person")]
+        events += [gaussian(evaluation, count=3, unit="person")]
     delta = min(client["delta"] for client in found["clients"])
     person = epsilon_of(events, delta).epsilon
     assert 2.99 < person <= 3.0
@@ -137,9 +132,8 @@ def test_the_target_is_kept_for_a_person_at_several_clients(shared, tmp_path, ev
     assert found["holders_per_person"] == 3
     # Who serves or publishes the model says the same, but for an evaluation, which no model descends from.
     guarantee = folders.read(tmp_path / "run" / "variants" / "global").guarantee()
-    (tmp_path / "run" / "summary.json").write_text(
-        json.dumps(found | {"noise_source": "secure"})
-    )  # else mu is infinite
+    secure = found | {"noise_source": "secure"}  # else mu is infinite
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(secure))
     card = Cards(tmp_path / "run").card("global")
     of_model = epsilon_of(events[:3], delta).epsilon
     assert (guarantee.epsilon, card["epsilon"]) == (pytest.approx(of_model), pytest.approx(of_model))
@@ -185,5 +179,5 @@ def test_the_evidence_of_persons_at_several_clients_is_confirmed_and_a_smaller_f
     as_json("evidence", folder, "--out", tmp_path / "less.zip")
     code, lines = verified(tmp_path / "less.zip")
     assert code == 1
-    (wrong,) = [line for line in lines if line.startswith("NOT CONFIRMED")]
+    (wrong,) = failures(lines)
     assert "(any 2, for a person at so many) in the run's summary: epsilon_local" in wrong

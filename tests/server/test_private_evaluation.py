@@ -12,22 +12,16 @@ from fedpriv.learning.training.private_evaluation import count
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from fedpriv.runs._folder import QUALITY_KEYS
 from server import checkpoint
+from tests.events import gaussian
 from tests.marks import slow
 from tests.notes import Notes
-from tests.server.parts import run, summary
+from tests.server.parts import events_charged, run, summary
 
 Z = 2.0
-EVALUATION = SubsampledGaussian(noise_multiplier=Z, sampling_probability=1.0, count=1, unit="record")
-
-
-def charged(ledger: Path) -> dict[str, list[SubsampledGaussian]]:
-    """{client: the events that the ledger charged it}."""
-    with reading(ledger) as db:
-        return {known.client: [r.event for r in db.releases(known.id)] for known in db.data_sets()}
+EVALUATION = gaussian(Z)
 
 
 def assert_compared_with_nothing(found: dict[str, object]) -> None:
@@ -52,15 +46,13 @@ def test_a_private_run_without_a_test_set_has_no_accuracy_and_variants_that_cann
     assert "No accuracy was measured" in page
     assert "Test accuracy" not in page
     assert sum(map(len, workbench(parse(private)).data.clients)) == 240  # nothing was held back
-    events = [event for events in charged(folder / "ledger.sqlite").values() for event in events]
+    events = [event for events in events_charged(folder / "ledger.sqlite").values() for event in events]
     assert {event.noise_multiplier for event in events} == {1.0}
     with pytest.raises(InputError, match="test_data: this run's server has no test set"):
         AdapterEvaluator.of_run(folder)
 
 
-def test_the_evaluation_is_charged_in_every_ledger_and_the_summary_holds_an_estimate_with_its_interval(
-    private, tmp_path
-):
+def test_every_ledger_is_charged_the_evaluation_and_the_summary_holds_an_estimate_with_its_interval(private, tmp_path):
     ledger = tmp_path / "ledger.sqlite"
     folder = run(private, tmp_path / "run", ledger=str(ledger), evaluation_noise_multiplier=Z)
     found = summary(folder)
@@ -69,15 +61,15 @@ def test_the_evaluation_is_charged_in_every_ledger_and_the_summary_holds_an_esti
     with reading(ledger) as db:
         verify_with_head(db, ledger)
     for client, size in zip(found["clients"], sizes, strict=True):
-        training = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=8 / size, count=4, unit="record")
-        assert client["epsilon_local"] == pytest.approx(epsilon_of([training, EVALUATION], client["delta"]).epsilon)
+        events = [gaussian(1.0, 8 / size, 4), EVALUATION]
+        assert client["epsilon_local"] == pytest.approx(epsilon_of(events, client["delta"]).epsilon)
         assert client["epsilon_rho"] >= client["epsilon_local"]
         assert client["rounds"] == 2
-        assert EVALUATION in charged(ledger)[client["name"]]
+        assert EVALUATION in events_charged(ledger)[client["name"]]
     nodes = list(Path(f"{ledger}.nodes").glob("*.sqlite"))
     assert len(nodes) == 3
     for node in nodes:
-        (events,) = charged(node).values()
+        (events,) = events_charged(node).values()
         assert EVALUATION in events
     low, high = found["accuracy_interval"]
     assert 0 <= low <= found["accuracy"] <= high <= 1
@@ -144,10 +136,9 @@ def test_a_budget_keeps_what_the_evaluation_costs(private, tmp_path, view, budge
     for client in found["clients"]:
         assert client[f"epsilon_{view}"] <= budget
         if view == "local" and client["rounds"] < 6:
-            q = 8 / client["num_records"]
-            more = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=q, count=2 * client["rounds"] + 2)
+            more = gaussian(1.0, 8 / client["num_records"], 2 * client["rounds"] + 2)
             assert epsilon_of([more, EVALUATION], client["delta"]).epsilon > budget, "no round is given up in vain"
-    assert all(EVALUATION in events for events in charged(tmp_path / "run" / "ledger.sqlite").values())
+    assert all(EVALUATION in events for events in events_charged(tmp_path / "run" / "ledger.sqlite").values())
 
 
 def test_clients_whose_earlier_spending_leaves_no_room_are_not_asked(private, tmp_path):
@@ -170,7 +161,7 @@ def test_a_run_that_died_after_its_evaluation_pays_again_only_for_a_new_release(
     before = summary(folder)
     (folder / "summary.json").unlink()
     after = summary(run(settings, folder, resume=str(folder)))
-    of_clients = charged(Path(str(settings.get("ledger", folder / "ledger.sqlite")))).values()
+    of_clients = events_charged(Path(str(settings.get("ledger", folder / "ledger.sqlite")))).values()
     assert len(of_clients) == 3
     for events in of_clients:
         assert events.count(EVALUATION) == 1 or not ledger

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from safetensors.torch import load_file
 
 from clients import node
 from fedpriv.config import parse, read, to_flower
@@ -21,7 +20,6 @@ from fedpriv.learning.training.noise_plan import calibrated, derived_learning_ra
 from fedpriv.learning.training.rounds import RunSchedule
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from fedpriv.runs import files
@@ -29,11 +27,11 @@ from server import checkpoint
 from server.bookkeeping import Books
 from server.observer import described
 from simulations.engines.flower_private import task_identity
+from tests.events import gaussian
 from tests.marks import slow
-from tests.server.parts import StopsAfter, registered, run, summary
+from tests.server.parts import StopsAfter, global_adapter, registered, released, run, summary
 from tests.wire import arrays_of
 
-GLOBAL = Path("variants") / "global" / "adapter_model.safetensors"
 TARGET, SIZES = 3.0, [84, 56, 52]
 ROUNDS = {"rounds": 8, "lora_rounds": 3, "target_epsilon": TARGET, "delta": 1e-5, "baselines": False}
 
@@ -50,10 +48,6 @@ def finished(recipe, tmp_path_factory):
     """The folder of such a run."""
     folder = tmp_path_factory.mktemp("recipe")
     return run(recipe, folder / "run", ledger=str(folder / "ledger.sqlite"))
-
-
-def gaussian(z: float, q: float = 1.0, count: int = 1) -> SubsampledGaussian:
-    return SubsampledGaussian(noise_multiplier=z, sampling_probability=q, count=count)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -83,13 +77,13 @@ def test_every_round_costs_what_its_phase_says_and_the_ledger_holds_it_with_its_
 def test_a_b_and_head_are_trained(finished):
     found = summary(finished)
     assert found["adapters_moved"], found["unmoved_tensors"]
-    names = load_file(finished / GLOBAL).keys()
+    names = global_adapter(finished).keys()
     assert {"lora_A", "lora_B", "classifier"} <= {part for name in names for part in name.split(".")}
 
 
 def test_the_head_alone_leaves_the_rest_as_it_was_and_is_tested_every_so_many_rounds_and_at_the_end(recipe, tmp_path):
     folder = run(recipe, tmp_path / "run", train="head", rounds=5, evaluate_every=3, lora_rounds="")
-    assert all(not tensor.any() for name, tensor in load_file(folder / GLOBAL).items() if "lora_B" in name)
+    assert all(not tensor.any() for name, tensor in global_adapter(folder).items() if "lora_B" in name)
     with (folder / "rounds.csv").open(newline="") as file:
         accuracies = {int(row["round"]): row["test_accuracy"] for row in csv.DictReader(file)}
     assert [round_ for round_, accuracy in accuracies.items() if accuracy] == [0, 3, 5]
@@ -129,7 +123,7 @@ def test_a_run_that_trains_a_block_of_r_is_one_of_that_rank_throughout_and_resum
         run(of_r, stopped, StopsAfter(4))
     # As a person and as Flower's run resume it: by what its folder says, or as it was first configured.
     run(read(stopped / "config.toml") if by_folder else of_r, stopped, resume=str(stopped))
-    found = [load_file(folder / GLOBAL) for folder in (whole, stopped)]
+    found = [global_adapter(folder) for folder in (whole, stopped)]
     assert {tensor.shape[0] for name, tensor in found[0].items() if "lora_A" in name} == {16}
     for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, found[1][name], rtol=0, atol=0)
@@ -185,9 +179,7 @@ def test_noise_meets_the_target_on_every_view_and_wastes_little(recipe, view, ta
     initial = workbench(parse(recipe)).initial
     found = with_learning_rates(calibrated(config, SIZES, initial), SIZES, initial)
     books = Books(found, "run", registered(dict(enumerate(SIZES))), initial=initial)
-    for round_ in range(1, 9):
-        books.charge(round_, dict.fromkeys(range(3), f"request {round_}"))
-        books.settle(dict.fromkeys(range(3), "reply"))
+    released(books, range(1, 9), range(3))
     costs = [books.accounts.final(view)[client].epsilon for client in range(3)]
     assert max(costs) <= target
     # On `rho` the worst case is more even weights than these clients have.
@@ -206,8 +198,7 @@ def test_a_budget_counts_rounds_that_cost_differently(recipe):
             if books.within_budget(round_, [0]) != [0]:
                 assert round_ == number + 1
                 break
-            books.charge(round_, {0: "request"})
-            books.settle({0: "reply"})
+            released(books, [round_])
             assert books.accounts.final("local")[0].epsilon <= budget
         return number
 
@@ -215,9 +206,8 @@ def test_a_budget_counts_rounds_that_cost_differently(recipe):
     costs = []
     for num_rounds in range(1, 9):
         specs = [(phase.spec, count) for phase, count in schedule.following(0, num_rounds)]
-        costs.append(
-            epsilon_of([gaussian(s.noise_multiplier, s.sampling_probability, n) for s, n in specs], 1e-5).epsilon
-        )
+        events = [gaussian(spec.noise_multiplier, spec.sampling_probability, count) for spec, count in specs]
+        costs.append(epsilon_of(events, 1e-5).epsilon)
     assert costs == sorted(costs)
     for budget in (0.5 * costs[0], 1.01 * costs[0], 1.01 * costs[3], 1.01 * costs[7]):
         assert allowed(budget) == sum(cost <= budget for cost in costs)
@@ -253,8 +243,7 @@ def test_a_client_that_missed_the_cheap_rounds_is_judged_by_what_it_spent(recipe
     spent = []
     for round_ in range(6, 9):  # it was never asked before
         if books.within_budget(round_, [0]):
-            books.charge(round_, {0: "request"})
-            books.settle({0: "reply"})
+            released(books, [round_])
             spent.append(round_)
     assert spent == [6]
     assert books.accounts.final("local")[0].epsilon <= budget

@@ -19,7 +19,7 @@ from server import app
 from server.exchange import set_message_id
 from server.registration import read_registration, register_nodes
 from tests.server.parts import signed
-from tests.wire import answered, asked
+from tests.wire import answered, asked, given_up
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -99,8 +99,7 @@ class Nodes:
             place = message.metadata.dst_node_id - 10
             if place in self.gone:
                 self.gone.discard(place)
-                reply = Message(Error(3, "the node\nis gone"), reply_to=message)
-                reply.metadata.__dict__["_src_node_id"] = 1
+                reply = given_up(message, "the node\nis gone")
             else:
                 answer = self.answers[place]
                 reply = Message(answer, reply_to=message) if isinstance(answer, Error) else reply_with(answer, message)

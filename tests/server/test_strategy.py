@@ -25,10 +25,9 @@ from fedpriv.privacy.mechanisms.sources import SeededSource
 from server import exchange
 from server.exchange import MalformedError, read_reply, set_message_id
 from server.strategy import RuleStrategy
-from simulations.engines.flower_private import SERVER_NODE_ID
 from tests.marks import slow
-from tests.server.parts import ADAPTER, nodes_of, registered, strategy_of
-from tests.wire import answered, arrays_of, records_of, request_in, response_in, with_body
+from tests.server.parts import ADAPTER, answer, nodes_of, registered, strategy_of
+from tests.wire import answered, arrays_of, given_up, records_of, request_in, response_in, with_body
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -42,14 +41,6 @@ def make_strategy(on_round=lambda *_: None, ledger=None, resumed_after=None, **c
 
 def ask(strategy: RuleStrategy, round_: int = 1) -> list[Message]:
     return list(strategy.configure_train(round_, ArrayRecord(ADAPTER), ConfigRecord(), None))
-
-
-def answer(strategy: RuleStrategy, message: Message, value: float, *, adapter=None, **claims) -> Message:
-    client = message.metadata.dst_node_id - 100
-    adapter = adapter or {name: torch.full_like(t, value) for name, t in ADAPTER.items()}
-    honest = {"round": 1, "event": strategy.event(client), "num_records": SIZES[client]}
-    arrays = {} if claims.get("silent") else {kinds.ADAPTER: arrays_of(adapter)}
-    return answered(message, kinds.pack(UploadRelease(**{**honest, **claims})), arrays=arrays)
 
 
 def next_model(strategy: RuleStrategy, *replies: Message) -> list[float]:
@@ -157,14 +148,13 @@ def test_a_round_ends_at_its_deadline_and_what_comes_later_or_twice_is_counted_a
 
     class Repeating(SlowGrid):
         def pull_messages(self, message_ids):
-            return sorted(
-                super().pull_messages(message_ids) * times, key=lambda each: each.metadata.reply_to_message_id
-            )
+            here = super().pull_messages(message_ids) * times
+            return sorted(here, key=lambda each: each.metadata.reply_to_message_id)
 
     def answers(message):
         round_ = request_in(message).fields["round"]
         late = message.metadata.dst_node_id == 101 and round_ == 1
-        return answer(strategy, message, 9.0 if late else float(round_), round=round_), 2 if late else 0
+        return answer(strategy, message, 9.0 if late else float(round_)), 2 if late else 0
 
     strategy.start(Repeating(answers), ArrayRecord(ADAPTER), num_rounds=2, timeout=0)
     assert [row.num_late for row, _ in seen] == [0, 0, 1]
@@ -182,9 +172,7 @@ def test_an_error_that_the_link_sends_in_its_own_name_counts_for_the_client_it_i
     def answers(message):
         if message.metadata.dst_node_id != 101:
             return answer(strategy, message, 1.0), 0
-        error = Message(Error(3, "the node went away\nTraceback: x"), reply_to=message)
-        error.metadata.__dict__["_src_node_id"] = SERVER_NODE_ID
-        return error, 0
+        return given_up(message, "the node went away\nTraceback: x"), 0
 
     strategy.start(SlowGrid(answers), ArrayRecord(ADAPTER), num_rounds=1, timeout=0)
     assert [client.status for client in seen[1]] == ["ok", "failed", "ok"]
@@ -312,8 +300,8 @@ def test_silent_clients_are_sound_and_weigh_nothing_and_if_all_are_the_model_sta
     strategy = make_strategy(aggregation="cmfl", min_clients=3)
     strategy.aggregate_train(1, [answer(strategy, message, 1.0) for message in ask(strategy)])
     messages = list(strategy.configure_train(2, ArrayRecord(strategy.model.adapter), ConfigRecord(), None))
-    replies = [answer(strategy, message, value, round=2) for message, value in zip(messages, loud, strict=False)]
-    replies += [answer(strategy, message, 0.0, round=2, silent=True) for message in messages[len(loud) :]]
+    replies = [answer(strategy, message, value) for message, value in zip(messages, loud, strict=False)]
+    replies += [answer(strategy, message, silent=True) for message in messages[len(loud) :]]
     arrays, _ = strategy.aggregate_train(2, replies)
     assert arrays.to_torch_state_dict()["B"].tolist() == [expected] * 4
     assert [row.status for row in strategy._rows] == statuses

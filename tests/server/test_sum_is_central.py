@@ -5,7 +5,6 @@ import math
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fedpriv.config import RunConfig
 from fedpriv.learning.adapters.pooling import BIAS_SCALE
@@ -15,7 +14,7 @@ from fedpriv.learning.training.rounds import RunSchedule, grid_of
 from fedpriv.privacy.mechanisms import discrete_gaussian as grid
 from fedpriv.privacy.mechanisms.registry import MECHANISMS
 from fedpriv.runs import files
-from tests.server.parts import run
+from tests.server.parts import global_adapter, run
 from tests.tiny import LABELS, write_table
 
 SIZES = {0: 27, 1: 18, 2: 15}
@@ -81,7 +80,7 @@ def noises(monkeypatch) -> list[torch.Tensor]:
 def trained(values, out, **changes) -> tuple[RunConfig, dict[str, torch.Tensor]]:
     """The run's configuration and its last global adapter."""
     run(values, out, **changes)
-    return files.read_config(out), load_file(out / "variants" / "global" / "adapter_model.safetensors")
+    return files.read_config(out), global_adapter(out)
 
 
 def summed(values, out, **changes) -> tuple[RunConfig, dict[str, torch.Tensor]]:

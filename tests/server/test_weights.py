@@ -10,27 +10,24 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-from dp_accounting.pld import PLDAccountant
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 
 from fedpriv.config import RunConfig, parse
 from fedpriv.errors import TooFewClientsError
 from fedpriv.holder.sums import make_identity
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.kinds import UploadRelease
 from fedpriv.learning.aggregation._fedavg import weights_by_size
 from fedpriv.learning.training.noise_plan import view_scale
 from fedpriv.learning.training.rounds import RunSchedule, client_masses, record_weights
 from fedpriv.privacy.ledger.ledger import Ledger
 from server.bookkeeping import Books
 from server.strategy import RuleStrategy
+from tests.events import by_dp_accounting, gaussian
 from tests.marks import slow
-from tests.server.parts import ADAPTER, nodes_of, registered, strategy_of
+from tests.server.parts import ADAPTER, answer, nodes_of, registered, strategy_of
 from tests.server.test_strategy import SlowGrid
-from tests.wire import answered, arrays_of
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 
@@ -122,19 +119,14 @@ def test_a_round_costs_its_worst_case_whoever_replied(uploads):
         assert event.noise_multiplier < 1.5 * math.sqrt(2), "rounding costs something"
 
 
-def answer(strategy: RuleStrategy, message: Message) -> Message:
-    client = message.metadata.dst_node_id - 100
-    release = UploadRelease(round=1, event=strategy.event(client), num_records=SIZES[client])
-    vector = {kinds.SUM: np.full(10, 2**20, dtype=np.int32)}
-    return answered(message, kinds.pack(release), arrays={kinds.ADAPTER: vector})
-
-
 @pytest.mark.parametrize("num_replies", [2, 3])
 def test_of_fewer_uploads_than_the_threshold_nothing_is_summed_or_kept(num_replies):
     nodes = nodes_of([replace(each, identity=make_identity().public_line) for each in registered(SIZES)])
     strategy = strategy_of(make(**SUMS, server_optimizer="momentum")[0], nodes)
     messages = list(strategy.configure_train(1, ArrayRecord(ADAPTER), ConfigRecord(), None))
-    arrays, _ = strategy.aggregate_train(1, [answer(strategy, message) for message in messages[:num_replies]])
+    vector = {kinds.SUM: torch.full((10,), 2**20, dtype=torch.int32)}
+    replies = [answer(strategy, message, adapter=vector) for message in messages[:num_replies]]
+    arrays, _ = strategy.aggregate_train(1, replies)
     assert (arrays is not None) == (num_replies == 3)
     moved = any(tensor.any() for tensor in strategy.model.adapter.values())
     assert (moved, bool(strategy.model.optimizer_state)) == (num_replies == 3, num_replies == 3)
@@ -186,10 +178,8 @@ def epsilon_by_dp_accounting(bars: list[float]) -> float:
 
 @cache  # clients of one size pay the same
 def _epsilon(bars: tuple[float, ...]) -> float:
-    accountant = PLDAccountant(value_discretization_interval=5e-4)
-    for bar, count in Counter(bars).items():
-        accountant.compose(PoissonSampledDpEvent(Q, GaussianDpEvent(bar * NOISE)), count)
-    return accountant.get_epsilon(DELTA)
+    events = (gaussian(bar * NOISE, Q, count) for bar, count in Counter(bars).items())
+    return by_dp_accounting("pld", *events, interval=5e-4).get_epsilon(DELTA)
 
 
 def bar_of(clients: set[int]) -> float:
@@ -213,9 +203,7 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
         asked[round_] += 1
         if fails(asked[round_]):
             return Message(Error(101, "training failed"), reply_to=message), 0
-        client = message.metadata.dst_node_id - 100
-        claims = UploadRelease(round=round_, event=strategy.event(client), num_records=ASKED[client])
-        return answered(message, kinds.pack(claims), arrays={kinds.ADAPTER: arrays_of(ADAPTER)}), 0
+        return answer(strategy, message, 0.0), 0
 
     with contextlib.suppress(TooFewClientsError):
         strategy.start(SlowGrid(replies), ArrayRecord(ADAPTER), num_rounds=config.rounds, timeout=5)
@@ -243,9 +231,8 @@ def test_a_budget_on_rho_holds_in_rounds_that_ask_others(num_rounds, failing):
 
 
 def test_a_round_that_asks_others_retires_nobody_on_the_local_view():
-    accountant = PLDAccountant()
-    accountant.compose(PoissonSampledDpEvent(Q, GaussianDpEvent(NOISE)), 6)
-    config = config_of(budget_epsilon=accountant.get_epsilon(DELTA) * 1.01)
+    spent = by_dp_accounting("pld", gaussian(NOISE, Q, 6)).get_epsilon(DELTA)
+    config = config_of(budget_epsilon=spent * 1.01)
     bars, _, strategy = run_of(config, {1}.__contains__)
     assert strategy.stopped is None
     assert not strategy.books.retired
