@@ -1,7 +1,7 @@
 """What tests of the server share: nodes with keys, strategies with their books, and whole runs of this process."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading
 from server.bookkeeping import Books
+from server.exchange import set_message_id
 from server.observer import LogObserver
 from server.registration import Nodes
 from server.strategy import RuleStrategy
@@ -101,6 +102,34 @@ def summary(folder: Path) -> dict[str, Any]:
 def global_adapter(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the global model that a run ended with."""
     return load_file(folder / "variants" / "global" / "adapter_model.safetensors")
+
+
+class SlowGrid:
+    """A link on which replies come when they come; `answers` says what a message gets, and after how many pulls.
+
+    Attributes:
+        asked: the clients whose nodes, 100 + k, were sent a message, in order.
+    """
+
+    def __init__(self, answers: Callable[[Message], tuple[Message, int] | None] = lambda message: None) -> None:
+        self.asked: list[int] = []
+        self._answers, self._on_the_way = answers, []
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        for message in messages:
+            set_message_id(message, f"m{len(self.asked)}")
+            self.asked.append(message.metadata.dst_node_id - 100)
+            if (answer := self._answers(message)) is not None:
+                self._on_the_way.append(list(answer))
+        return []
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        for waiting in self._on_the_way:
+            waiting[1] -= 1
+        arrived = [reply for reply, pulls in self._on_the_way if pulls <= 0]
+        here = [reply for reply in arrived if reply.metadata.reply_to_message_id in message_ids]
+        self._on_the_way = [waiting for waiting in self._on_the_way if waiting[0] not in here]
+        return here
 
 
 class StopsAfter(LogObserver):

@@ -47,7 +47,7 @@ def at_first(node_keys, *missing: int) -> dict[int, tuple[int, Registration]]:
     return each | {client: (NO_NODE, each[client][1]) for client in missing}
 
 
-class Link:
+class Link(parts.SlowGrid):
     """A link to nodes, in which `gone(client, round)` says who is dead; registrations take until the next pull.
 
     Attributes:
@@ -59,6 +59,7 @@ class Link:
     """
 
     def __init__(self, node_keys, gone, link_answers=False) -> None:
+        super().__init__(self._reply)
         self.registered = dict(at_first(node_keys).values())
         self.trained: list[tuple[int, int]] = []
         self.questions: list[int] = []
@@ -66,37 +67,22 @@ class Link:
         self.round = 0
         self.gone = lambda node_id: gone(node_id - 100, self.round)
         self._node_keys, self._ledger = node_keys, node_keys.parent / "ledger.sqlite"
-        self._link_answers, self._replies, self._late, self._num = link_answers, {}, {}, 0
+        self._link_answers = link_answers
 
     def get_node_ids(self):
         return [node_id for node_id in self.registered if not self.gone(node_id)]
 
-    def push_messages(self, messages):
-        for message in messages:
-            self._num += 1
-            set_message_id(message, f"m{self._num}")
-            is_question = request_in(message).kind == REGISTER
-            if is_question:
-                self.questions.append(message.metadata.dst_node_id)
-            if (reply := self._reply(message)) is not None:
-                (self._late if is_question else self._replies)[f"m{self._num}"] = reply
-        return []
-
-    def pull_messages(self, ids):
-        here = [self._replies.pop(id_) for id_ in list(ids) if id_ in self._replies]
-        self._replies, self._late = {**self._replies, **self._late}, {}
-        return here
-
     def _reply(self, message):
         node_id = message.metadata.dst_node_id
         if request_in(message).kind == REGISTER:
-            return answered(message, kinds.pack(self.registered[node_id]))
+            self.questions.append(node_id)
+            return answered(message, kinds.pack(self.registered[node_id])), 2
         self.round = request_in(message).fields["round"]
         client = self.registered[node_id].client
         self.trained.append((self.round, client))
         if self.gone(node_id):
-            return given_up(message) if self._link_answers else None
-        return parts.answer(self.strategy, message, client=client)
+            return (given_up(message), 0) if self._link_answers else None
+        return parts.answer(self.strategy, message, client=client), 0
 
     def run(self, num_rounds: int, nodes=None) -> list[int]:
         """Carry out a run over these nodes with the real strategy and a ledger, and return who is skipped."""
@@ -146,7 +132,7 @@ def test_an_error_of_the_node_itself_is_an_answer(node_keys):
     class Failing(Link):
         def _reply(self, message):
             if message.metadata.dst_node_id == 102:
-                return Message(Error(101, "no memory"), reply_to=message)
+                return Message(Error(101, "no memory"), reply_to=message), 0
             return super()._reply(message)
 
     link = Failing(node_keys, lambda client, round_: False)

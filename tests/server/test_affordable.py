@@ -13,10 +13,9 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import AFFORD, REFUSED
 from server.affordable import check_affordable
 from server.costs import RoundCosts
-from server.exchange import set_message_id
 from server.registration import NO_NODE
 from tests.notes import Notes
-from tests.server.parts import nodes_of, registered
+from tests.server.parts import SlowGrid, nodes_of, registered
 from tests.wire import answered, given_up, request_in
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
@@ -27,31 +26,23 @@ INITIAL = {"head.weight": torch.zeros(2, 4)}
 VALUES = {"recipe": "per-sample", "rounds": ROUNDS, "min_clients": 2, "noise_multiplier": 2.0, "train": "head"}
 
 
-class Nodes:
+class Nodes(SlowGrid):
     """A grid whose nodes answer with so many releases, or with an error, and the second one with more."""
 
     def __init__(self, answers, said):
-        self._answers, self._replies, self._said = answers, [], said
-        self.plans = {}
+        super().__init__(lambda message: (self._reply(message), 0))
+        self._releases, self._said, self.plans = answers, said, {}
 
-    def push_messages(self, messages):
-        for number, message in enumerate(messages):
-            set_message_id(message, f"m{number}")
-            client = message.metadata.dst_node_id - 100
-            assert request_in(message).kind == AFFORD
-            self.plans[client] = request_in(message).fields
-            answer = self._answers[client]
-            said = {"reply_seconds": 0.0, "objection": "", **(self._said if client == 1 else {})}
-            reply = answered(message, {"releases": answer, **said})
-            if answer == "":
-                reply = Message(Error(REFUSED, "refused: kind = 'afford'"), reply_to=message)
-            if answer == "gone":  # Flower's link answers for a node that left
-                reply = given_up(message)
-            self._replies.append(reply)
-
-    def pull_messages(self, ids):
-        here, self._replies = self._replies, []
-        return here
+    def _reply(self, message):
+        client, request = message.metadata.dst_node_id - 100, request_in(message)
+        assert request.kind == AFFORD
+        self.plans[client], releases = request.fields, self._releases[client]
+        if releases == "":
+            return Message(Error(REFUSED, "refused: kind = 'afford'"), reply_to=message)
+        if releases == "gone":  # Flower's link answers for a node that left
+            return given_up(message)
+        said = {"reply_seconds": 0.0, "objection": "", **(self._said if client == 1 else {})}
+        return answered(message, {"releases": releases, **said})
 
 
 def checked(answers, *, after=0, missing=(), said=None, target_epsilon=None, **changes):

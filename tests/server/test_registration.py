@@ -16,9 +16,8 @@ from fedpriv.holder.wire.frame import REGISTER
 from fedpriv.holder.wire.kinds import Registration
 from fedpriv.privacy.ledger import keys
 from server import app
-from server.exchange import set_message_id
 from server.registration import read_registration, register_nodes
-from tests.server.parts import signed
+from tests.server.parts import SlowGrid, signed
 from tests.wire import answered, asked, given_up
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
@@ -80,35 +79,24 @@ def test_an_error_or_an_empty_reply_takes_no_part():
         read_registration(Message(RecordDict(), reply_to=message), None)
 
 
-class Nodes:
+class Nodes(SlowGrid):
     """Nodes that answer with what they are told to, link errors first; more of them connect with every look."""
 
     def __init__(self, answers: list[Registration | Error], gone: set[int] = frozenset()) -> None:
-        self.answers = answers
-        self.gone = set(gone)
-        self.looks = 0
-        self.replies: list[Message] = []
+        super().__init__(lambda message: (self._reply(message), 0))
+        self.answers, self.gone, self.looks = answers, set(gone), 0
 
     def get_node_ids(self) -> list[int]:
         self.looks += 1
         return list(range(10, 10 + min(self.looks, len(self.answers))))
 
-    def push_messages(self, messages) -> None:
-        for message in messages:
-            set_message_id(message, f"{self.looks}-{message.metadata.dst_node_id}")
-            place = message.metadata.dst_node_id - 10
-            if place in self.gone:
-                self.gone.discard(place)
-                reply = given_up(message, "the node\nis gone")
-            else:
-                answer = self.answers[place]
-                reply = Message(answer, reply_to=message) if isinstance(answer, Error) else reply_with(answer, message)
-            self.replies.append(reply)
-
-    def pull_messages(self, message_ids) -> list[Message]:
-        asked = [reply for reply in self.replies if reply.metadata.reply_to_message_id in message_ids]
-        self.replies = [reply for reply in self.replies if reply not in asked]
-        return asked
+    def _reply(self, message: Message) -> Message:
+        place = message.metadata.dst_node_id - 10
+        if place in self.gone:
+            self.gone.discard(place)
+            return given_up(message, "the node\nis gone")
+        answer = self.answers[place]
+        return Message(answer, reply_to=message) if isinstance(answer, Error) else reply_with(answer, message)
 
 
 def in_sum(nodes: Nodes, node_keys) -> dict[int, tuple[int, Registration]]:

@@ -19,14 +19,14 @@ from fedpriv.holder.wire.frame import Arrays, Response, Scalars
 from fedpriv.holder.wire.kinds import UploadRelease
 from fedpriv.learning.adapters.codecs import CODECS
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from server import exchange
 from server.exchange import MalformedError, read_reply, set_message_id
 from server.strategy import RuleStrategy
+from tests.events import gaussian
 from tests.marks import slow
-from tests.server.parts import ADAPTER, answer, nodes_of, registered, strategy_of
+from tests.server.parts import ADAPTER, SlowGrid, answer, nodes_of, registered, strategy_of
 from tests.wire import answered, arrays_of, given_up, records_of, request_in, response_in, with_body
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
@@ -77,34 +77,6 @@ def test_rho_view_uses_the_participants_of_the_round():
     for client, expected in ((0, rho), (1, rho), (2, everyone)):  # who dropped out pays as if it were in the sum
         (event,) = accounts.history(client, "rho")
         assert event.noise_multiplier == pytest.approx(expected * strategy.event(client).noise_multiplier)
-
-
-class SlowGrid:
-    """A link on which replies come when they come; `answers` says what a message gets, and after how many pulls."""
-
-    def __init__(self, answers=lambda message: None) -> None:
-        self._answers = answers
-        self._on_the_way: list[list] = []
-        self.asked: list[int] = []
-
-    def push_messages(self, messages):
-        for message in messages:
-            set_message_id(message, f"m{len(self.asked)}")
-            self.asked.append(message.metadata.dst_node_id - 100)
-            if (answer := self._answers(message)) is not None:
-                self._on_the_way.append(list(answer))
-        return []
-
-    def pull_messages(self, message_ids):
-        for waiting in self._on_the_way:
-            waiting[1] -= 1
-        here = [
-            reply
-            for reply, pulls in self._on_the_way
-            if pulls <= 0 and reply.metadata.reply_to_message_id in message_ids
-        ]
-        self._on_the_way = [waiting for waiting in self._on_the_way if waiting[0] not in here]
-        return here
 
 
 def test_too_few_replies_end_the_run_after_the_round_is_reported_and_charged():
@@ -222,8 +194,9 @@ def test_clients_are_chosen_by_partition_id_alone():
     assert all(len(set(clients)) == 2 for clients in chosen)
 
 
-def changed_adapter(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in {**ADAPTER, **changes}.items() if tensor is not None}
+def with_adapter(**changes: torch.Tensor | None) -> dict[str, dict[str, torch.Tensor]]:
+    """The claim of an adapter with other tensors, or without some."""
+    return {"adapter": {name: tensor for name, tensor in {**ADAPTER, **changes}.items() if tensor is not None}}
 
 
 NO_NUMBER = torch.tensor([[math.nan, 0, 0], [0, 0, 0]])
@@ -233,52 +206,37 @@ INFINITY = torch.tensor([math.inf, 0, 0, 0])
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
-        ({"A": NO_NUMBER}, "A: holds NaN"),
-        ({"B": INFINITY}, "B: holds NaN or infinity"),
-        ({"A": torch.zeros(3, 2)}, r"A: float32 \(3, 2\), not float32 \(2, 3\)"),
-        ({"A": ADAPTER["A"].double()}, r"A: float64 \(2, 3\), not float32"),
-        ({"B": None}, "missing tensors: B"),
-        ({"C": torch.zeros(1)}, "extra tensors: C"),
+        (with_adapter(A=NO_NUMBER), "A: holds NaN"),
+        (with_adapter(B=INFINITY), "B: holds NaN or infinity"),
+        (with_adapter(A=torch.zeros(3, 2)), r"A: float32 \(3, 2\), not float32 \(2, 3\)"),
+        (with_adapter(A=ADAPTER["A"].double()), r"A: float64 \(2, 3\), not float32"),
+        (with_adapter(B=None), "missing tensors: B"),
+        (with_adapter(C=torch.zeros(1)), "extra tensors: C"),
+        ({"round": 2}, "reply of round 2 in round 1"),
+        ({"event": gaussian(9.0, 0.1)}, "the instruction costs"),
+        ({"event": gaussian(50.0, 1e-6)}, "the instruction costs"),
+        ({"num_records": 10**6}, "reply claims N_k = 1000000, registered is 300"),
+        ({"silent": True}, "silent, though it was not asked"),
+        (None, "malformed reply"),  # no claims at all
         (lambda body: body.replace(b"[2,3]", b"[999]"), "malformed reply: frame: its arrays are not safetensors"),
         (lambda body: b"\x80pickle", "malformed reply"),
     ],
 )
-def test_malformed_adapter_is_refused_by_name_and_counted_and_the_round_goes_on(bad, named):
+def test_a_malformed_reply_or_one_that_claims_something_else_is_refused_by_name_and_the_round_goes_on(bad, named):
     strategy = make_strategy()
     messages = ask(strategy)
-    reply = answer(strategy, messages[1], 0.0, adapter=None if callable(bad) else changed_adapter(**bad))
+    reply = answered(messages[1], arrays={kinds.ADAPTER: arrays_of(ADAPTER)})
     if callable(bad):
-        reply = message_of(Response(with_body(response_in(reply).frame, bad)), messages[1])
+        frame = response_in(answer(strategy, messages[1], 0.0)).frame
+        reply = message_of(Response(with_body(frame, bad)), messages[1])
+    elif bad is not None:
+        reply = answer(strategy, messages[1], **bad)
     with pytest.raises(MalformedError, match=named):
         read_reply(reply, strategy._expected_reply(1))
     assert next_model(strategy, answer(strategy, messages[0], 3.0), reply) == pytest.approx([3.0] * 4)
     row = strategy._rows[1]
     assert (row.client, row.status) == (1, "malformed")
     assert re.search(named, row.detail)
-
-
-@pytest.mark.parametrize(
-    ("claims", "named"),
-    [
-        ({"round": 2}, "reply of round 2 in round 1"),
-        ({"event": SubsampledGaussian(noise_multiplier=9.0, sampling_probability=0.1)}, "the instruction costs"),
-        ({"event": SubsampledGaussian(noise_multiplier=50.0, sampling_probability=1e-6)}, "the instruction costs"),
-        ({"num_records": 10**6}, "reply claims N_k = 1000000, registered is 600"),
-        ({"silent": True}, "silent, though it was not asked"),
-        (None, "malformed reply"),
-    ],
-)
-def test_reply_that_claims_something_else_or_nothing_is_refused_by_name(claims, named):
-    strategy = make_strategy()
-    message = ask(strategy)[0]
-    reply = answered(message, arrays={kinds.ADAPTER: arrays_of(ADAPTER)})
-    if claims is not None:
-        reply = answer(strategy, message, 1.0, **claims)
-    with pytest.raises(MalformedError, match=named):
-        read_reply(reply, strategy._expected_reply(0))
-    strategy.aggregate_train(1, [reply])
-    assert strategy._rows[0].status == "malformed"
-    assert re.search(named, strategy._rows[0].detail)
 
 
 def test_update_beyond_the_norm_bound_is_refused_and_one_at_the_bound_is_not():

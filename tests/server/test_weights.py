@@ -26,8 +26,7 @@ from server.bookkeeping import Books
 from server.strategy import RuleStrategy
 from tests.events import by_dp_accounting, gaussian
 from tests.marks import slow
-from tests.server.parts import ADAPTER, answer, nodes_of, registered, strategy_of
-from tests.server.test_strategy import SlowGrid
+from tests.server.parts import ADAPTER, SlowGrid, answer, nodes_of, registered, strategy_of
 
 pytestmark = pytest.mark.usefixtures("as_a_task")
 

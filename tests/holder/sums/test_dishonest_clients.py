@@ -29,8 +29,8 @@ def signed_anew(text: str, **keys: bytes) -> str:
     return _messages.advertisement_text(replace(lied, signature=node(LIAR).sign(advertised(TERMS, lied))))
 
 
-def expected(attempt: Attempt, *survivors: int) -> np.ndarray:
-    return sum(attempt.values[client] for client in survivors)
+def check_sum(recovered: server.Recovered, attempt: Attempt, *survivors: int) -> None:
+    np.testing.assert_array_equal(recovered.values, sum(attempt.values[client] for client in survivors))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,7 @@ def test_a_malformed_advertisement_makes_a_dropout_with_a_reason(text, match):
     assert list(attempt.u1.shown) == [0, 2, 3, 4]
     assert list(attempt.u1.refused) == [LIAR]
     assert match in attempt.u1.refused[LIAR]
-    recovered = attempt.share().mask().confirm().reveal()
-    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 2, 3, 4))
+    check_sum(attempt.share().mask().confirm().reveal(), attempt, 0, 2, 3, 4)
 
 
 def test_a_copied_key_one_that_agrees_on_zero_and_a_stranger_are_left_out():
@@ -86,8 +85,7 @@ def test_malformed_shares_make_a_dropout_with_a_reason(damage):
     texts[LIAR] = json.dumps({key: value for key, value in (parts | change).items() if value is not None})
     attempt.u2 = server.collect_shares(attempt.u1, texts)
     assert list(attempt.u2.refused) == [LIAR]
-    recovered = attempt.mask().confirm().reveal()
-    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 2, 3, 4))
+    check_sum(attempt.mask().confirm().reveal(), attempt, 0, 2, 3, 4)
 
 
 def test_a_masked_vector_of_another_type_or_shape_makes_a_dropout():
@@ -95,8 +93,7 @@ def test_a_masked_vector_of_another_type_or_shape_makes_a_dropout():
     for shape, kind in ((8, np.uint64), (8, np.int32), (7, np.uint32), ((8, 1), np.uint32)):
         attempt.u3 = server.collect_masked(attempt.u2, attempt.vectors | {LIAR: np.zeros(shape, kind)})
         assert "must be uint32 (8,)" in attempt.u3.refused[LIAR]
-    recovered = attempt.confirm().reveal()
-    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 2, 3, 4))
+    check_sum(attempt.confirm().reveal(), attempt, 0, 2, 3, 4)
 
 
 def test_a_wrong_signature_makes_a_dropout_but_the_vector_counts():
@@ -107,7 +104,7 @@ def test_a_wrong_signature_makes_a_dropout_but_the_vector_counts():
     assert attempt.u4.refused == {LIAR: "client 1: it did not sign this list of survivors"}
     recovered = attempt.reveal()
     assert recovered.revealed == (0, 2, 3, 4)
-    np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 1, 2, 3, 4))
+    check_sum(recovered, attempt, 0, 1, 2, 3, 4)
 
 
 def test_a_holder_that_reveals_another_share_or_that_of_another_client_is_named_and_left_out():
@@ -125,7 +122,7 @@ def test_a_holder_that_reveals_another_share_or_that_of_another_client_is_named_
         texts[LIAR] = _messages.reveal_text(replace(honest, **lie))
         recovered = server.recover(attempt.u4, texts)
         assert (list(recovered.refused), reason in recovered.refused[LIAR]) == ([LIAR], True), recovered.refused
-        np.testing.assert_array_equal(recovered.values, expected(attempt, 0, 1, 2, 3))
+        check_sum(recovered, attempt, 0, 1, 2, 3)
     texts[LIAR] = _messages.reveal_text(replace(honest, mask_shares={4: nothing}))
     with pytest.raises(TooFewError, match=r"came from 2 clients, .* refused: client 1: its share"):
         server.recover(attempt.u4, {client: texts[client] for client in (0, 1, 2)})
@@ -201,4 +198,4 @@ def test_sound_shares_are_checked_without_effect_and_who_complains_of_them_is_na
         assert (list(checked.dishonest), list(checked.refused)) == ([], [LIAR])
     with pytest.raises(TooFewError, match="checks: came from 2 clients"):
         server.collect_checks(attempt.u2, {client: honest[client] for client in (0, 2)})
-    np.testing.assert_array_equal(attempt.mask().confirm().reveal().values, expected(attempt, *range(5)))
+    check_sum(attempt.mask().confirm().reveal(), attempt, *range(5))

@@ -11,19 +11,18 @@ from fedpriv.config import parse, to_flower
 from fedpriv.holder.vault import _charging
 from fedpriv.holder.vault._charging import RetiredError
 from fedpriv.holder.vault.answer import answer
-from fedpriv.holder.vault.holder import Holder
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import AFFORD, REFUSED, Request
-from fedpriv.learning.training import workbench
 from fedpriv.learning.training.local_update import UpdateSpec
-from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
+from fedpriv.privacy.accounting.events import to_json
 from fedpriv.privacy.accounting.filters import CommittedPlan
 from fedpriv.privacy.accounting.views import Release
 from fedpriv.privacy.ledger.entries import Key
 from fedpriv.privacy.ledger.ledger import Ledger
+from tests.events import gaussian
 from tests.marks import slow
 from tests.tiny import LABELS, WORDS
-from tests.vaults import make_vault, write_records
+from tests.vaults import write_records
 
 pytestmark = pytest.mark.usefixtures("quick_nodes")
 
@@ -31,21 +30,13 @@ NUM_RECORDS = 40
 
 
 @pytest.fixture
-def holder(tiny_bert, tmp_path):
-    """Builds the holder of a node's folder."""
-    workbench.forget()
+def data(tmp_path):
     rows = [(f"{WORDS[i % 13]} {i}", LABELS[i % 3]) for i in range(NUM_RECORDS)]
-    path = write_records(tmp_path / "own.csv", rows)
-
-    def build(**settings):
-        return Holder.of(make_vault(tmp_path / "node", path, tiny_bert, num_records=NUM_RECORDS, **settings))
-
-    yield build
-    workbench.forget()
+    return write_records(tmp_path / "own.csv", rows)
 
 
 def release(noise_multiplier, sampling_probability=1.0):
-    event = SubsampledGaussian(noise_multiplier=noise_multiplier, sampling_probability=sampling_probability)
+    event = gaussian(noise_multiplier, sampling_probability)
     return Release(event=event, rho_bar=1.0, aggregate_scale=1.5, num_readers=1)
 
 

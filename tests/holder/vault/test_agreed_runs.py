@@ -5,7 +5,6 @@ The coordinator that sends another run here is one that the node has admitted; i
 
 import logging
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -14,15 +13,14 @@ from fedpriv.config import parse
 from fedpriv.holder.vault import _charging
 from fedpriv.holder.vault.settings import agreed_runs, differences, terms_of
 from fedpriv.holder.wire.frame import REFUSED, WAITING
-from fedpriv.learning.training import workbench
 from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import default_delta
 from tests.adversary.nodes import ask, make_node, num_charges, registering, run_config, training
+from tests.events import gaussian
 from tests.tiny import LABELS, WORDS
 from tests.vaults import UNTIMED
 
-pytestmark = pytest.mark.usefixtures("quick_nodes")
+pytestmark = pytest.mark.usefixtures("quick_nodes", "fresh_benches")
 
 ROWS = [(f"{WORDS[i % 13]} {i}", LABELS[i % 3]) for i in range(40)]
 SUMS = {"secure_aggregation": True, "min_clients": 3, "sampling_probability": 1.0}
@@ -31,7 +29,6 @@ SUMS = {"secure_aggregation": True, "min_clients": 3, "sampling_probability": 1.
 @pytest.fixture
 def node(tiny_bert, tmp_path):
     """Builds a node that has agreed to a run."""
-    workbench.forget()
 
     def build(agreed=None, **settings):
         own = {"num_registered": 40, "models": {"tiny": tiny_bert}, "settings": UNTIMED | settings}
@@ -40,13 +37,7 @@ def node(tiny_bert, tmp_path):
             made.settings.agreed.write_text(admission.agreed_text([terms_of(agreed)]))
         return made
 
-    yield build
-    workbench.forget()
-
-
-@pytest.fixture(scope="module")
-def start(tiny_bert):
-    return workbench.load_model(replace(run_config(), model=str(tiny_bert)), labels=LABELS)[1].initial
+    return build
 
 
 @pytest.mark.parametrize(("other_runs", "code"), [("ask", WAITING), ("refuse", REFUSED), ("allow", 0)])
@@ -154,8 +145,7 @@ def test_where_sums_were_agreed_no_upload_leaves_alone(node, start, settings):
 
 def test_noise_that_follows_from_a_target_is_held_to_it(node, start):
     """The agreed epsilon pays for two rounds at noise 1; a round that is asked again is for the budget to bound."""
-    one = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=6 / 40)
-    two = epsilon_of([one, one], default_delta(40)).epsilon
+    two = epsilon_of([gaussian(1.0, 6 / 40, 2)], default_delta(40)).epsilon
     run = run_config(target_epsilon=1.01 * two, noise_multiplier="by recipe")
     own, noise = node(run), {"noise_multiplier": 1.0}
     answers = [ask(own, training(run, start, round_=round_, fields=noise)) for round_ in (1, 2, 3)]

@@ -14,7 +14,6 @@ from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import EVALUATE, REFUSED, REGISTER, TRAIN, Request
 from fedpriv.learning.adapters import lora
 from fedpriv.learning.aggregation._head_start import head_of
-from fedpriv.learning.training import workbench
 from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.noise_plan import calibrated, with_learning_rates
 from fedpriv.learning.training.private_evaluation import EvaluationSpec
@@ -27,28 +26,16 @@ from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
 from tests.wire import arrays_of
 
-pytestmark = pytest.mark.usefixtures("quick_nodes")
+pytestmark = pytest.mark.usefixtures("quick_nodes", "fresh_benches")
 
 P_K = 12
-OF_PERSONS = {"person_column": "patient", "max_records_per_person": 4}
+OF_PERSONS = {"person_column": "patient", "max_records_per_person": 4, "num_records": P_K}
 
 
 @pytest.fixture
 def data(tmp_path):
     rows = [(f"{WORDS[i % 13]} {i}", LABELS[i % 3], f"P{i * i % P_K}") for i in range(40)]
     return write_records(tmp_path / "own.csv", rows)
-
-
-@pytest.fixture
-def holder(tiny_bert, tmp_path, data):
-    """Builds the holder of a node's folder."""
-    workbench.forget()
-
-    def build(**settings):
-        return Holder.of(make_vault(tmp_path / "node", data, tiny_bert, num_records=P_K, **settings))
-
-    yield build
-    workbench.forget()
 
 
 def run_config(tiny_bert, **changes):
@@ -128,7 +115,6 @@ BEFORE = {
 
 
 def test_requests_have_the_digests_that_they_had_before(tiny_bert, tmp_path, monkeypatch):
-    workbench.forget()
     monkeypatch.chdir(tmp_path)
     Path("tiny").symlink_to(tiny_bert)
     data = write_records(tmp_path / "data.csv", [(f"note {i}", LABELS[i % 3]) for i in range(60)])
@@ -156,8 +142,7 @@ ROWS = [(f"{WORDS[i % 13]} {WORDS[i % 7]} {LABELS[i % 3]}", LABELS[i % 3]) for i
 
 @pytest.fixture(params=["roberta", *slow("bert", "distilbert")])
 def model(request, tmp_path, tiny_bert):
-    yield architectures.save(random_model(request.param), tmp_path / request.param, tokenizer_of=tiny_bert)
-    workbench.forget()
+    return architectures.save(random_model(request.param), tmp_path / request.param, tokenizer_of=tiny_bert)
 
 
 def test_it_registers_and_trains_start_head_and_adapter(model, tmp_path):

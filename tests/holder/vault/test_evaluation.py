@@ -31,17 +31,10 @@ from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
 from tests.wire import response_in
 
-pytestmark = pytest.mark.usefixtures("quick_nodes")
+pytestmark = pytest.mark.usefixtures("quick_nodes", "fresh_benches")
 
 ROWS = [(f"{WORDS[i % len(WORDS)]} {WORDS[i % 7]} {i}", LABELS[i % 3]) for i in range(60)]
 Z = 4.0
-
-
-@pytest.fixture(autouse=True)
-def _fresh_benches():
-    """A bench is cached by the file's name, and these tests change what the file holds."""
-    yield
-    workbench.forget()
 
 
 class Node:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpriv.config import parse, to_flower
+from fedpriv.config import parse
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
 from fedpriv.holder.wire.frame import PREFIX_BYTES, REGISTER, TRAIN, FrameError, Request, Response, ask, frame_length
-from fedpriv.learning.training.local_update import UpdateSpec
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
+from tests.adversary.nodes import registering, training
 from tests.holder.vault.running import AS_NOBODY, NOBODY, Running, other_python, passable_folder
 from tests.marks import slow
 from tests.tiny import LABELS, WORDS
@@ -100,10 +100,7 @@ def vault(settings) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def honest(run_on_nodes) -> list[Request]:
     config = parse(run_on_nodes)
-    adapter = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
-    fields = kinds.pack_instruction("run", 1, UpdateSpec.of(config))
-    asked = {"run_config": to_flower(config), "fields": fields, "arrays": {kinds.ADAPTER: adapter}}
-    return [Request.of(kind=REGISTER, run_config=to_flower(config)), Request.of(kind=TRAIN, **asked)]
+    return [registering(config).request, training(config, workbench(config).initial).request]
 
 
 ODD: tuple[Any, ...] = (

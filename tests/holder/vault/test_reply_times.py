@@ -29,7 +29,7 @@ from tests.holder.vault.running import ROOT
 from tests.marks import slow
 from tests.tiny import LABELS, WORDS
 
-pytestmark = pytest.mark.usefixtures("quick_nodes")
+pytestmark = pytest.mark.usefixtures("quick_nodes", "fresh_benches")
 
 N_K = 24
 # The longest, one for each length, and the shortest.
@@ -74,21 +74,13 @@ def test_a_ledger_that_has_grown_is_given_time(node, start, monkeypatch):
 @pytest.fixture
 def node(tiny_bert, tmp_path, monkeypatch):
     """Builds a node with a table, for whose reply times a charge more or less makes no difference."""
-    workbench.forget()
     monkeypatch.setattr(_reply_times, "_CHARGES_OF_AN_OPENING", 10**12)
 
     def build(table: str = "long", **settings: object):
         own = {"num_registered": N_K, "models": {"tiny": tiny_bert}, "budget_epsilon": 1e6, "settings": settings}
         return make_node(tmp_path / table, TABLES[table], **own)
 
-    yield build
-    workbench.forget()
-
-
-@pytest.fixture(scope="module")
-def start(tiny_bert):
-    config = replace(run_config(), model=str(tiny_bert))
-    return workbench.load_model(config, labels=LABELS)[1].initial
+    return build
 
 
 def everyone(start, round_: int = 1, **changes: object) -> Request:

@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from fedpriv.config import parse, to_flower
+from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.holder.vault._service import _listener
 from fedpriv.holder.vault.settings import VaultSettings
 from fedpriv.holder.wire import kinds
-from fedpriv.holder.wire.frame import REGISTER, TRAIN, Request, ask, receive
-from fedpriv.learning.training.local_update import UpdateSpec
+from fedpriv.holder.wire.frame import Request, ask, receive
 from fedpriv.learning.training.workbench import workbench
 from fedpriv.privacy.ledger.reader import reading
 from simulations.sites import wait_until
+from tests.adversary.nodes import registering, training
 from tests.holder.vault.running import AS_NOBODY, Running, other_python, passable_folder
 from tests.tiny import LABELS, WORDS
 from tests.vaults import make_vault, write_records
@@ -40,25 +40,22 @@ def vault(settings) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def run_config(run_on_nodes) -> dict[str, object]:
-    return to_flower(parse(run_on_nodes))
+def register(run_on_nodes) -> Request:
+    return registering(parse(run_on_nodes)).request
 
 
 @pytest.fixture(scope="module")
-def train(run_config):
+def train(run_on_nodes):
     """Builds a request for an update."""
-    config = parse(dict(run_config))
-    initial = {name: tensor.numpy() for name, tensor in workbench(config).initial.items()}
-
-    def build(run: str = "run", round_: int = 1, **changes: object) -> Request:
-        fields = {**kinds.pack_instruction(run, round_, UpdateSpec.of(config)), **changes}
-        return Request.of(kind=TRAIN, run_config=run_config, fields=fields, arrays={kinds.ADAPTER: initial})
-
-    return build
+    config = parse(run_on_nodes)
+    initial = workbench(config).initial
+    return lambda round_=1, run="run", **fields: (
+        training(config, initial, round_=round_, run=run, fields=fields).request
+    )
 
 
-def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings, run_config, train):
-    registered = ask(settings.socket, Request.of(kind=REGISTER, run_config=run_config))
+def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings, register, train):
+    registered = ask(settings.socket, register)
     assert kinds.unpack(kinds.Registration, registered.fields).num_records == 60
     first, second, third = (ask(settings.socket, train(round_=round_)) for round_ in (1, 1, 2))
     assert not first.code, first.reason
@@ -68,7 +65,7 @@ def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings,
     assert settings.events.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_no_frame_is_refused_or_dropped_and_the_vault_lives(vault, settings, run_config):
+def test_what_is_no_frame_is_refused_or_dropped_and_the_vault_lives(vault, settings, register):
     texts = b"\0\0\0\2\0\0\0\0[]", b"\0\0\0\2\0\0\0\0{", b"GET / HTTP/1.1\r\n\r\n"
     for sent in (b"", b"\0" * 8, b"\xff" * 8, os.urandom(5000), *texts):
         with socket.socket(socket.AF_UNIX) as connection:
@@ -77,10 +74,10 @@ def test_what_is_no_frame_is_refused_or_dropped_and_the_vault_lives(vault, setti
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             receive(connection)
-    assert not ask(settings.socket, Request.of(kind=REGISTER, run_config=run_config)).code
+    assert not ask(settings.socket, register).code
 
 
-def test_only_the_nodes_user_may_open_the_socket(vault, settings, run_config):
+def test_only_the_nodes_user_may_open_the_socket(vault, settings, register):
     assert settings.socket.stat().st_mode & 0o777 == 0o600
     if (python := other_python()) is None:
         pytest.skip("one user: cannot become another")
@@ -91,9 +88,8 @@ def test_only_the_nodes_user_may_open_the_socket(vault, settings, run_config):
     modes = {path: path.stat().st_mode & 0o777 for path in (settings.folder, settings.socket)}
     for path in modes:
         path.chmod(0o777)  # what remains is the kernel's word on who asks
-    register = Request.of(kind=REGISTER, run_config=run_config).packed()
     command = [python, "-c", code, str(settings.socket)]
-    done = subprocess.run(command, input=register, capture_output=True, check=False, **AS_NOBODY)
+    done = subprocess.run(command, input=register.packed(), capture_output=True, check=False, **AS_NOBODY)
     assert done.stdout == b"open\n", done.stderr
     for path, mode in modes.items():
         path.chmod(mode)

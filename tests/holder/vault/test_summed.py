@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedpriv.config import parse
-from fedpriv.holder.sums import Terms, _messages
+from fedpriv.holder.sums import _messages
 from fedpriv.holder.vault import _records, _summed
 from fedpriv.holder.vault.rollback import ReceiptWatch
 from fedpriv.holder.wire import kinds
@@ -21,6 +21,7 @@ from fedpriv.privacy.accounting.filters import filtered_epsilon
 from fedpriv.privacy.ledger import keys
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.receipts import Receipt, ReceiptLog
+from tests.holder.sums.attempts import with_participant
 from tests.holder.vault.sums import VALUES, Coordinator, make_vaults, vector
 from tests.marks import slow
 from tests.wire import arrays_of
@@ -115,17 +116,11 @@ def test_what_does_not_belong_to_the_attempt_is_refused_before_the_charge_and_sp
     assert not site.train(1, terms, own).code
 
 
-def with_own(terms: Terms, **changes: object) -> Terms:
-    """The terms with another entry of client 1."""
-    others = {**terms.by_client, 1: replace(terms.by_client[1], **changes)}
-    return replace(terms, participants=tuple(others.values()))
-
-
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
-        (lambda terms: with_own(terms, num_records=43, sampling_probability=6 / 43), "num_records = 43"),
-        (lambda terms: with_own(terms, sampling_probability=0.5), "sampling_probability = 0.5"),
+        (lambda terms: with_participant(terms, 1, num_records=43, sampling_probability=6 / 43), "num_records = 43"),
+        (lambda terms: with_participant(terms, 1, sampling_probability=0.5), "sampling_probability = 0.5"),
         pytest.param(lambda terms: replace(terms, clip_norm=0.5), "clip_norm = 0.5: the request has 1.0", marks=SLOW),
         (lambda terms: replace(terms, noise_multiplier=8.0), "noise_multiplier = 8.0: the request has 4.0"),
         (lambda terms: replace(terms, dimension=terms.dimension + 1), "dimension"),

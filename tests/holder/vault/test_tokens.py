@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from fedpriv.holder.vault._records import TokenFile
 from fedpriv.holder.wire.frame import REFUSED
 from fedpriv.learning.data import records
 from fedpriv.learning.data.chat import ChatFormat
-from fedpriv.learning.training.workbench import load_model
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.adversary.nodes import Node, ask, make_node, restart, run_config, training, write_rows
 from tests.chats import chat_tokenizer
@@ -36,11 +34,6 @@ def _seeded(monkeypatch):
     """Two nodes with the same records answer alike to the byte."""
     monkeypatch.setattr(answer, "_source", lambda _config, client, round_, use: SeededSource(0, client, round_, use))
     restart()
-
-
-@pytest.fixture(scope="module")
-def start(tiny_bert):
-    return load_model(replace(run_config(), model=str(tiny_bert)), labels=LABELS)[1].initial
 
 
 @pytest.fixture
