@@ -49,9 +49,7 @@ def train(run_on_nodes):
     """Builds a request for an update."""
     config = parse(run_on_nodes)
     initial = workbench(config).initial
-    return lambda round_=1, run="run", **fields: (
-        training(config, initial, round_=round_, run=run, fields=fields).request
-    )
+    return lambda **asked: training(config, initial, **asked).request
 
 
 def test_it_registers_and_trains_and_one_charge_buys_one_upload(vault, settings, register, train):
@@ -129,7 +127,7 @@ def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(setti
 
 @pytest.mark.slow
 def test_a_killed_vault_leaves_no_process_with_the_records_and_is_closed_until_it_is_opened(settings, train, vault):
-    request = train(run="orphan", local_steps=600)
+    request = train(run="orphan", fields={"local_steps": 600})
     ThreadPoolExecutor(1).submit(ask, settings.socket, request, retry_seconds=0.0)
     wait_until((settings.folder / "working").exists, "work on records, which follows the charge", 60, every=0.01)
     child = psutil.Process(vault.child)
