@@ -1,7 +1,6 @@
 """The DP-LoRA paper's closed form, and what publishing the best of many runs costs: formulas, scaling, conditions."""
 
 import math
-from dataclasses import replace
 
 import dp_accounting
 import pytest
@@ -9,17 +8,17 @@ from dp_accounting import rdp
 
 from fedpriv.errors import InputError
 from fedpriv.privacy.accounting.accountants import ClosedForm, closed_form, epsilon_of, repeat_and_select
-from fedpriv.privacy.accounting.events import PureEpsilon, SubsampledGaussian
+from fedpriv.privacy.accounting.events import PureEpsilon
+from tests.events import gaussian
 
-EVENT = SubsampledGaussian(noise_multiplier=4.0, sampling_probability=0.05, count=30)
+EVENT = gaussian(4.0, 0.05, 30)
 HOLDS = {"number_is_random_and_secret": True, "losers_are_hidden": True}
 
 
 def answer(
     *, noise_multiplier=2.0, sampling_probability=0.02, steps=400, delta=1e-5, rho_bar=0.5, **constants: float
 ) -> ClosedForm:
-    z = rho_bar * noise_multiplier
-    event = SubsampledGaussian(noise_multiplier=z, sampling_probability=sampling_probability, count=steps)
+    event = gaussian(rho_bar * noise_multiplier, sampling_probability, steps)
     assert closed_form([event.with_count(1)] * 3, delta) == closed_form([event.with_count(3)], delta)
     return closed_form([event], delta, **constants)
 
@@ -71,15 +70,14 @@ def test_values_out_of_range_of_the_closed_form_are_refused_by_name(change):
 
 
 def test_a_composition_that_the_theorem_does_not_cover_is_refused():
-    mixed = [SubsampledGaussian(noise_multiplier=z, sampling_probability=0.1) for z in (1.0, 2.0)]
-    for events in (mixed, [PureEpsilon(epsilon=0.1)]):
+    for events in ([gaussian(1.0, 0.1), gaussian(2.0, 0.1)], [PureEpsilon(epsilon=0.1)]):
         with pytest.raises(ValueError, match="closed-form"):
             closed_form(events, 1e-5)
     assert closed_form([], 1e-5).epsilon == 0
 
 
 def test_closed_form_can_underestimate_epsilon_although_its_conditions_hold():
-    event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.04, count=10**5)
+    event = gaussian(1.0, 0.04, 10**5)
     result = closed_form([event], 1e-5)
     assert result.conditions_hold
     assert result.epsilon == pytest.approx(86, abs=0.5)
@@ -91,11 +89,8 @@ def selection_epsilon(mean: float = 20.0, **changes) -> float:
 
 
 def test_cost_lies_between_one_run_and_all_of_them_and_grows_with_their_number():
-    assert (
-        epsilon_of([EVENT], 1e-5, "rdp").epsilon
-        < selection_epsilon(1000)
-        < epsilon_of([replace(EVENT, count=30_000)], 1e-5).epsilon
-    )
+    one, all_ = epsilon_of([EVENT], 1e-5, "rdp").epsilon, epsilon_of([EVENT.with_count(30_000)], 1e-5).epsilon
+    assert one < selection_epsilon(1000) < all_
     assert selection_epsilon(2) < selection_epsilon(20) < selection_epsilon(200)
 
 

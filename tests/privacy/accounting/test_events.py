@@ -10,16 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv.privacy.accounting.accountants import delta_of, epsilon_of, stays_within
-from fedpriv.privacy.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian, from_json, group, to_json
+from fedpriv.privacy.accounting.events import EpsilonDelta, PureEpsilon, from_json, group, to_json
+from tests.events import gaussian
 
 COUNTS, UNITS = st.integers(1, 10**6), st.sampled_from(["record", "person", "client"])
-EVENTS = st.builds(
-    SubsampledGaussian, noise_multiplier=st.floats(0, 1e6), sampling_probability=st.floats(0, 1), count=COUNTS
-)
-STATED = st.builds(PureEpsilon, epsilon=st.floats(0, 50), count=COUNTS, unit=UNITS) | st.builds(
-    EpsilonDelta, epsilon=st.floats(0, 50), delta=st.floats(0, 1), count=COUNTS, unit=UNITS
-)
-GAUSSIAN = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1, count=20)
+EVENTS = st.builds(gaussian, st.floats(0, 1e6), st.floats(0, 1), COUNTS)
+FIELDS = {"epsilon": st.floats(0, 50), "count": COUNTS, "unit": UNITS}
+STATED = st.builds(PureEpsilon, **FIELDS) | st.builds(EpsilonDelta, delta=st.floats(0, 1), **FIELDS)
+GAUSSIAN = gaussian(2.0, 0.1, 20)
 PURE = PureEpsilon(epsilon=0.3, count=4)
 BOTH = ("pld", "rdp")
 
@@ -39,7 +37,7 @@ def test_grouping_keeps_the_total_count_and_leaves_no_equal_events(events):
 
 
 def changed(**changes):
-    fields = json.loads(to_json(SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)))
+    fields = json.loads(to_json(gaussian(1.0, 0.1)))
     return json.dumps({name: value for name, value in (fields | changes).items() if value is not None})
 
 
@@ -84,9 +82,9 @@ def test_deeply_nested_values_are_refused_like_any_other(field):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_values_that_are_not_finite_are_refused_by_name(bad):
     with pytest.raises(ValueError, match="noise_multiplier"):
-        SubsampledGaussian(noise_multiplier=bad, sampling_probability=0.1)
+        gaussian(bad, 0.1)
     with pytest.raises(ValueError, match="sampling_probability"):
-        SubsampledGaussian(noise_multiplier=1.0, sampling_probability=bad)
+        gaussian(1.0, bad)
 
 
 def best_delta(epsilons: list[float], epsilon: float) -> float:
@@ -127,10 +125,9 @@ def test_a_composition_costs_at_least_each_part_and_at_most_the_sum(accountant):
 
 
 @pytest.mark.parametrize("accountant", BOTH)
-@pytest.mark.parametrize(
-    "events", [[GAUSSIAN], [GAUSSIAN, PURE], [GAUSSIAN, EpsilonDelta(epsilon=0.1, delta=1e-7)]], ids=["g", "gp", "ged"]
-)
-def test_delta_at_the_composed_epsilon_is_the_original_delta(accountant, events):
+@pytest.mark.parametrize("others", [(), (PURE,), (EpsilonDelta(epsilon=0.1, delta=1e-7),)], ids=len)
+def test_delta_at_the_composed_epsilon_is_the_original_delta(accountant, others):
+    events = [GAUSSIAN, *others]
     epsilon = epsilon_of(events, 1e-5, accountant).epsilon
     assert delta_of(events, epsilon, accountant) == pytest.approx(1e-5, rel=1e-2)
     assert delta_of(events, 2 * epsilon, accountant) < 1e-5 < delta_of(events, epsilon / 2, accountant)
@@ -144,12 +141,12 @@ def test_delta_is_0_without_releases_and_1_without_noise():
 
 
 def test_events_of_different_units_are_never_composed():
-    client = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=1.0, unit="client")
+    client = gaussian(2.0, unit="client")
     with pytest.raises(ValueError, match="client, record"):
         epsilon_of([GAUSSIAN, client], 1e-5)
     assert epsilon_of([client, replace(PURE, unit="client")], 1e-5).epsilon > epsilon_of([client], 1e-5).epsilon
     with pytest.raises(ValueError, match="unit = client"):
-        SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.5, unit="client")
+        gaussian(2.0, 0.5, unit="client")
 
 
 class Renyi:

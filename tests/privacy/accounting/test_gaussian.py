@@ -17,7 +17,7 @@ from scipy.stats import norm
 
 from fedpriv.privacy.accounting import risk
 from fedpriv.privacy.accounting.accountants import ORDERS, delta_of, epsilon_of
-from fedpriv.privacy.accounting.events import PureEpsilon, SubsampledGaussian, SummedGaussian, from_json, group, to_json
+from fedpriv.privacy.accounting.events import PureEpsilon, SummedGaussian, from_json, group, to_json
 from fedpriv.privacy.accounting.filters import RenyiFilter
 from fedpriv.privacy.accounting.gaussian import MAX_HOLDERS, _single_loss, sampled_curve, worst_other_holders
 from fedpriv.privacy.accounting.many_clients import costliest, epsilons
@@ -37,12 +37,7 @@ pytestmark = pytest.mark.usefixtures("quiet_absl")
 # At 0.573 and z = 0.3, the thousandth term of order 1.3 is e^-29.99 of the sum.
 PROBABILITIES = [1e-6, 1e-4, 0.01, 1 / 16, 0.25, 0.5, 0.5732762522853087, 0.9, 0.999, 1 - 1e-9]
 DELTA = 1e-5
-gaussians = st.builds(
-    SubsampledGaussian,
-    noise_multiplier=st.sampled_from([1.0, 2.0]),
-    sampling_probability=st.sampled_from([0.0, 0.1, 0.2, 1.0]),
-    count=st.integers(1, 3),
-)
+gaussians = st.builds(gaussian, st.sampled_from([1.0, 2.0]), st.sampled_from([0.0, 0.1, 0.2, 1.0]), st.integers(1, 3))
 # Each of 256 values moves by C / 16: three steps of the first holder's grid, one of the second's. The least noise that
 # is allowed on the second is 2^10 steps.
 DIMENSION, GRIDS, NOISE = 256, (48.0, 16.0), 64.0
@@ -224,15 +219,14 @@ def test_events_convert_to_json_and_wrong_ones_are_refused():
     assert from_json(to_json(event)) == event
     assert hash(event.with_noise(2.0)) != hash(event)
     assert event.with_noise(2.0).with_count(1) == summed(4.0, (1.0, 0.5), (0.1, 0.2))
-    wrong = [
+    for moves, coins, message in (
         ((), (), "must be those of 1"),
         ((1.0,) * (MAX_HOLDERS + 1), (0.1,) * (MAX_HOLDERS + 1), "must be those of 1"),
         ((1.0, 0.0), (0.1, 0.1), "must be > 0"),
         ((1.0, 1.0), (0.1,), "one for each"),
         ((1.0, math.inf), (0.1, 0.1), "sensitivity = inf"),
         ((1.0, 1.0), (0.1, 1.5), "sampling_probability = 1.5"),
-    ]
-    for moves, coins, message in wrong:
+    ):
         with pytest.raises(ValueError, match=message):
             summed(1.0, moves, coins)
 

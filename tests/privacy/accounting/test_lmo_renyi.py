@@ -424,7 +424,7 @@ def test_gaussian_noise_of_the_effective_multiplier_dominates_noise_of_any_param
 def test_a_scalar_costs_no_less_than_the_exact_laplace_loss_and_little_more(q, steps):
     exact = privacy_loss_distribution.from_laplace_mechanism(1.0, sampling_prob=q, pessimistic_estimate=False)
     lower = exact.self_compose(steps).get_epsilon_for_delta(DELTA)
-    (of,) = [event(uniform(1.0, 1.0), q=q, dimension=1, count=steps)]
+    of = event(uniform(1.0, 1.0), q=q, dimension=1, count=steps)
     assert lower <= epsilon_of([of], DELTA).epsilon <= (1 + 1e-3 if steps == 1 else 1.5) * lower + 1e-4
 
 

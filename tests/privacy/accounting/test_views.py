@@ -244,9 +244,7 @@ def charged(client: int, scales: tuple[float, ...], threshold: int, colluding: i
         for number, scales in enumerate(SCALES[num_clients])
     ],
 )
-def test_the_view_of_every_reader_costs_at_most_what_is_charged_and_that_of_the_worst_as_much(
-    threshold, colluding, scales, probability
-):
+def test_no_readers_view_costs_more_than_is_charged_and_the_worst_as_much(threshold, colluding, scales, probability):
     """Readers are all but the client itself: also the one with the most noise, and c of them together."""
     num_clients, readers = len(scales), max(colluding, 1)
     assert threshold >= smallest_threshold(num_clients, colluding)

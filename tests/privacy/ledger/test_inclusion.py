@@ -198,9 +198,8 @@ def test_of_one_run_a_file_gives_its_records_alone(make, run, tmp_path):
 
 def test_the_digest_of_a_sum_is_that_of_exact_arithmetic():
     rng = np.random.default_rng(1)
-    floats = [
-        ({"B": rng.normal(size=(2, 3)).astype("f4"), "A": rng.normal(size=4).astype("f4")}, w) for w in (3.0, 7.5)
-    ]
+    shapes = {"B": (2, 3), "A": (4,)}
+    floats = [({name: rng.normal(size=s).astype("f4") for name, s in shapes.items()}, w) for w in (3.0, 7.5)]
     expected = hashlib.sha256()
     for name in ("A", "B"):  # element by element, in Python's own floats
         (one, first), (other, second) = ((arrays[name].ravel().tolist(), weight) for arrays, weight in floats)

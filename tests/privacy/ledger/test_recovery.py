@@ -152,9 +152,8 @@ def test_what_was_lost_is_charged_with_its_events(restored, tmp_path, source):
 
 def test_a_recovered_charge_of_a_sum_keeps_the_other_holders_of_a_person(node, tmp_path):
     backup = node.backup()
-    release = Release(
-        event=replace(event(1), unit="person"), rho_bar=0.5, aggregate_scale=2.0, other_holders=((1.5, 0.1),)
-    )
+    of_person, others = replace(event(1), unit="person"), ((1.5, 0.1),)
+    release = Release(event=of_person, rho_bar=0.5, aggregate_scale=2.0, other_holders=others)
     key = Key(run="run", client="0", round=1, request="request 1")
     charge(node.policy, key, release, node.data_set, noise_source="secure", shown="")
     Journal(node.events, client=0).write("charged", round=1, receipt=node.newest.text())
@@ -180,12 +179,10 @@ def test_looking_charges_nothing_and_recovering_twice_charges_once(restored, tmp
     looked = restored.recover(kept, reason=None)
     assert (len(looked["missing"]), looked["charged"], restored.path.read_bytes()) == (2, False, before)
     restored.recover(kept)
-    with Ledger(restored.path) as ledger:
-        last = ledger.last
+    last = checked(restored.path)
     again = restored.recover(kept, tmp_path / "kept" / "events.jsonl", tmp_path / "kept" / "ledger.sqlite")
     assert again["missing"] == again["retired"] == []
-    with Ledger(restored.path) as ledger:
-        assert ledger.last == last
+    assert checked(restored.path) == last
 
 
 def test_both_branches_of_a_fork_are_paid_for(restored, tmp_path):
@@ -298,8 +295,7 @@ def test_a_recovered_ledger_says_so_and_older_readers_refuse_it(restored, tmp_pa
     assert "2 releases that a restored copy" in " ".join(text.split())
     # An adoption later on does not let older readers in again.
     head_file.head_path(restored.path).unlink()
-    with Ledger(restored.path, adopting="new disk"):
-        pass
+    Ledger(restored.path, adopting="new disk").close()
     assert version(restored.path) == 3
     checked(restored.path)
     edited(restored.path, "UPDATE entries SET event = NULL WHERE phase = 'recovered'")
@@ -363,9 +359,7 @@ def test_a_crash_while_the_counter_file_begins_leaves_none(node, monkeypatch):
 
 
 @pytest.mark.parametrize("detailed", [True, False])
-def test_charges_of_a_data_set_that_the_ledger_lost_are_charged_to_the_one_that_is_registered_now(
-    node, tmp_path, detailed
-):
+def test_charges_of_a_data_set_that_the_ledger_lost_go_to_the_one_that_is_registered_now(node, tmp_path, detailed):
     """Their records may be the same; a receipt without the detail of those before it retires it."""
     last = node.charge(1, 2)
     if not detailed:
@@ -373,8 +367,7 @@ def test_charges_of_a_data_set_that_the_ledger_lost_are_charged_to_the_one_that_
         ReceiptLog(node.receipts).add(last)
     for path in (node.path, head_file.head_path(node.path)):
         path.unlink()
-    with Ledger(node.path):
-        pass
+    Ledger(node.path).close()
     assert "register the records first" in fedpriv("ledger", "recover", node.path, "--from", node.receipts, code=2)[1]
     with Ledger(node.path) as ledger:
         node.data_set = ledger.register("0", 100, DELTA)

@@ -25,6 +25,7 @@ from fedpriv.privacy.mechanisms.discrete_gaussian import (
 )
 from fedpriv.privacy.mechanisms.registry import NoiseRequest
 from fedpriv.privacy.mechanisms.sources import SeededSource
+from tests.events import gaussian
 
 FALSE_ALARM = 1e-6
 
@@ -170,9 +171,14 @@ COARSE_OR_FINE = r"grid = .*: give noise of .* steps of the grid; must be 2\^10 
     [
         *(({"grids": (grid,)}, COARSE_OR_FINE) for grid in (800.0, 2.0**40)),
         *(({"noise_multiplier": z}, "noise_multiplier = ") for z in (-1.0, math.nan, math.inf, 1e-300)),
+        ({"clients": 2, "grids": (1.0,)}, "grids: 1 for 2 clients"),
+        ({"clients": 2, "bounds": (1.0, 2.0, 3.0)}, "bounds: 3 for 2 clients"),
+        ({"clients": 2, "grids": (1.0, 0.0)}, "grids = 0.0"),
+        ({"clients": 2, "bounds": (math.inf, 1.0)}, "bounds = inf"),
+        ({"clients": 2, "grids": (math.nan, 1.0)}, "grids = nan"),
     ],
 )
-def test_a_grid_or_a_noise_multiplier_out_of_range_is_refused_by_name(changes, message):
+def test_grids_bounds_and_noise_multipliers_that_do_not_fit_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         MECHANISM.planned_events(request(10, **changes))
 
@@ -182,21 +188,6 @@ def test_without_noise_the_sum_is_returned_unchanged_and_the_event_states_no_noi
     result, event = noised(torch.full((5,), 0.1, dtype=torch.float64), noise_multiplier=0.0, grids=grids)
     assert result.tolist() == [0.1] * 5
     assert event.noise_multiplier == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"grids": (1.0,)}, "grids: 1 for 2 clients"),
-        ({"bounds": (1.0, 2.0, 3.0)}, "bounds: 3 for 2 clients"),
-        ({"grids": (1.0, 0.0)}, "grids = 0.0"),
-        ({"bounds": (math.inf, 1.0)}, "bounds = inf"),
-        ({"grids": (math.nan, 1.0)}, "grids = nan"),
-    ],
-)
-def test_grids_and_bounds_that_do_not_fit_are_refused_by_name(change, message):
-    with pytest.raises(ValueError, match=message):
-        request(10, clients=2, **change)
 
 
 def test_noise_adds_up_over_clients():
@@ -255,8 +246,7 @@ def exact_epsilon(sigmas, shift, probability, num_steps, delta):
 
 
 def charged(stddev, shift, probability, num_steps, delta, accountant="pld"):
-    event = SubsampledGaussian(noise_multiplier=stddev / shift, sampling_probability=probability, count=num_steps)
-    return epsilon_of([event], delta, accountant).epsilon
+    return epsilon_of([gaussian(stddev / shift, probability, num_steps)], delta, accountant).epsilon
 
 
 @pytest.mark.parametrize(("case", "too_cheap"), CASES, ids=str)

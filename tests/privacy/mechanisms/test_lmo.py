@@ -61,9 +61,8 @@ def test_noise_fits_its_distribution_and_no_other_scale(name, source):
         ("gamma", stats.gamma(3.5, scale=0.1)),
         ("exponential", stats.expon(scale=1 / 4.0)),
         ("uniform", stats.uniform(0.2, 0.4)),
-        *(
-            ("gamma", stats.gamma(shape)) for shape in (0.1, 0.7, 1.0, 2.5, 60.0)
-        ),  # by rejection, and raised from below 1
+        # By rejection, and raised from below 1.
+        *(("gamma", stats.gamma(shape)) for shape in (0.1, 0.7, 1.0, 2.5, 60.0)),
     ],
 )
 def test_every_part_of_u_fits_scipys_distribution_and_no_other_scale(name, law):
@@ -87,10 +86,8 @@ def test_the_squeeze_of_gamma_values_accepts_nothing_that_the_condition_does_not
 
 
 def test_a_mixture_draws_each_part_as_often_as_its_weight_says():
-    separated = parameters(
-        gamma={"weight": 0.2, "shape": 1e4, "scale": 1e-2}, uniform={"weight": 0.8, "low": 0.1, "high": 0.2}
-    )
-    chosen = int((_inverse_scales(separated, NUM, SeededSource(4)) > 1).sum())
+    far, near = {"weight": 0.2, "shape": 1e4, "scale": 1e-2}, {"weight": 0.8, "low": 0.1, "high": 0.2}
+    chosen = int((_inverse_scales(parameters(gamma=far, uniform=near), NUM, SeededSource(4)) > 1).sum())
     assert stats.binomtest(chosen, NUM, 0.2).pvalue > FALSE_ALARM
     assert stats.binomtest(chosen, NUM, 0.3).pvalue < FALSE_ALARM
 
@@ -209,10 +206,8 @@ def test_the_scale_is_drawn_independently_for_every_coordinate():
 
 
 def test_the_event_states_noise_dimension_sampling_and_sensitivity():
-    total = torch.zeros(300)
-    assert noised(total, sensitivity_factor=math.sqrt(2))[1] == SubsampledLmo(
-        parameters=MIXTURE, sensitivity=math.sqrt(2), dimension=300, sampling_probability=0.25
-    )
+    total, stated = torch.zeros(300), {"sensitivity": math.sqrt(2), "dimension": 300, "sampling_probability": 0.25}
+    assert noised(total, sensitivity_factor=math.sqrt(2))[1] == SubsampledLmo(parameters=MIXTURE, **stated)
     assert noised(total, accounting="published")[1].accounting == "published"
 
 

@@ -200,9 +200,8 @@ def test_a_run_answers_with_the_exact_probabilities_and_one_that_omits_a_kind_of
 def shown_epsilon(one, other, *, num, epsilon, cutoff):
     """A lower bound on epsilon, at confidence 1 - FALSE_ALARM, from runs on two neighbouring data sets."""
     source = SeededSource("worlds", str(one), str(other))
-    seen = [
-        Counter(answers(w, epsilon=epsilon, cutoff=cutoff, source=source) for _ in range(num)) for w in (one, other)
-    ]
+    options = {"epsilon": epsilon, "cutoff": cutoff, "source": source}
+    seen = [Counter(answers(world, **options) for _ in range(num)) for world in (one, other)]
     level, shown = FALSE_ALARM / (4 * len(seen[0] | seen[1])), 0.0
     for given in seen[0] | seen[1]:
         for a, b in ((seen[0][given], seen[1][given]), (seen[1][given], seen[0][given])):
@@ -220,9 +219,7 @@ MOVED = {"one": (-2,) * 10, "other": (0,) * 10, "cutoff": 1, "num": 40_000}
 # Each takes many runs to tell its data sets apart; the exact probabilities above hold every day.
 @pytest.mark.slow
 @pytest.mark.parametrize(("worlds", "noisy"), [(SWAPPED, 0), (MOVED, 1)], ids=["only threshold", "only queries"])
-def test_runs_on_neighbouring_data_show_no_more_than_epsilon_unless_one_kind_of_noise_is_omitted(
-    monkeypatch, worlds, noisy
-):
+def test_runs_on_neighbouring_data_show_no_more_than_epsilon_unless_some_noise_is_omitted(monkeypatch, worlds, noisy):
     assert shown_epsilon(**worlds, epsilon=1.0) <= 1.0
     scales = noise_scales(1.0, 1, 2)
     with_one_kind_of_noise(monkeypatch, (scales.threshold, scales.query)[noisy])
