@@ -232,9 +232,8 @@ def test_rules_that_average_tensors_refuse_mixed_ranks(rule):
 
 def test_a_fresh_start_adds_nothing_keeps_the_head_and_differs_between_rounds():
     model = RULES["flora"].aggregate(start_of("flora"), uploads_of("flora", 2), [0.5, 0.5])
-    starts = {
-        (rank, round_): fresh_start(model, rank=rank, seed=3, round_=round_) for rank in (1, 4) for round_ in (1, 2)
-    }
+    places = itertools.product((1, 4), (1, 2))
+    starts = {(rank, round_): fresh_start(model, rank=rank, seed=3, round_=round_) for rank, round_ in places}
     for (rank, _), start in starts.items():
         assert all(not left.any() and right.shape[0] == rank for left, right in factors_of(start).values())
         assert torch.equal(start["head.weight"], model.adapter["head.weight"])
@@ -323,6 +322,5 @@ def test_signs_survive_packing_exactly(seed):
 def test_the_change_of_the_round_is_the_reference_for_the_next_relevance():
     start = start_of("cmfl")
     model = RULES["cmfl"].aggregate(start, uploads_of("cmfl", 2), [0.5, 0.5])
-    assert all(
-        torch.allclose(model.last_update[name], model.adapter[name] - start.adapter[name]) for name in start.adapter
-    )
+    for name, tensor in start.adapter.items():
+        assert torch.allclose(model.last_update[name], model.adapter[name] - tensor)

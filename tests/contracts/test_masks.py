@@ -87,9 +87,7 @@ class Deaf:
 
 
 @pytest.mark.parametrize("step", ["share", "mask", pytest.param("confirm", marks=pytest.mark.slow), "reveal"])
-def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_later_is(
-    values, tmp_path, monkeypatch, step
-):
+def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_does_later_is(values, tmp_path, monkeypatch, step):
     Deaf(monkeypatch, step, client=1, round_=2)
     folder = run(values, tmp_path / "run", secure_masks=True, sampling_probability=0.25, num_clients=4, rounds=2)
     rows = pd.read_csv(folder / "clients.csv").query("round == 2").set_index("client")
@@ -103,9 +101,7 @@ def test_who_drops_out_before_its_vector_is_not_in_the_sum_and_who_drops_out_lat
     assert ("Round 2 without" in page) == (step in ("share", "mask"))
 
 
-def test_a_round_that_is_repeated_after_a_crash_is_a_new_attempt_with_charges_of_its_own(
-    values, plain, tmp_path, monkeypatch
-):
+def test_a_round_repeated_after_a_crash_is_a_new_attempt_with_its_own_charges(values, plain, tmp_path, monkeypatch):
     close, attempts = SecureSums.total, []
 
     def crash(self, link, round_, opened, vectors):
@@ -180,9 +176,7 @@ def inconsistent(session, message, share):
     return text
 
 
-def test_a_dealer_of_unreadable_shares_is_left_out_uncharged_and_asked_no_more_when_the_run_resumes(
-    values, tmp_path, monkeypatch
-):
+def test_a_dealer_of_unreadable_shares_is_left_out_uncharged_and_in_a_resumed_run_too(values, tmp_path, monkeypatch):
     """The run ends in a round of which too few vectors come: by name, and with its charges."""
     dealer, folder = Dealer(monkeypatch, 1, unreadable), tmp_path / "run"
     with monkeypatch.context() as patch:

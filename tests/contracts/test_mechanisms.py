@@ -221,10 +221,9 @@ def test_every_value_of_every_client_gets_noise_of_its_own(name):
     ],
 )
 def test_a_request_that_would_make_the_event_overstate_the_noise_is_refused(name, changes, message):
+    request = {"dimension": 3} | changes
     with pytest.raises(ValueError, match=message):
-        MECHANISMS[name].add_noise(
-            torch.zeros(1, 3), request_for(name, **{"dimension": 3} | changes), [SeededSource(0)]
-        )
+        MECHANISMS[name].add_noise(torch.zeros(1, 3), request_for(name, **request), [SeededSource(0)])
 
 
 def test_invalid_parameters_are_refused_by_name_and_canonical_ones_are_kept(name):

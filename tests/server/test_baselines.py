@@ -264,9 +264,7 @@ def test_private_records_train_no_baseline_and_the_comparison_has_none_either(pa
     assert inner["confusion_matrix"] is not None
 
 
-def test_a_run_that_learns_nothing_says_so_everywhere_and_has_the_same_figures_when_it_is_finished_again(
-    paper, tmp_path, caplog
-):
+def test_a_run_that_learns_nothing_says_so_and_has_the_same_figures_when_it_is_finished_again(paper, tmp_path, caplog):
     still = {"noise_multiplier": 60.0, "learning_rate": 20.0}
     with caplog.at_level("WARNING", logger="flwr"):
         found = summary(run(paper, tmp_path / "run", **still))

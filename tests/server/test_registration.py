@@ -112,9 +112,7 @@ def of_client(client: int, tmp_path) -> Registration:
 
 @pytest.mark.parametrize("admitted", [True, False])
 @pytest.mark.parametrize("kind", ["another's", "nonsense", "none", "with a comment"])
-def test_a_node_that_lies_about_its_identity_is_left_out_by_name_and_stops_nobody(
-    node_keys, tmp_path, caplog, kind, admitted
-):
+def test_who_lies_about_its_identity_is_left_out_by_name_and_stops_nobody(node_keys, tmp_path, caplog, kind, admitted):
     """Terms with such an identity would be none, and no sum would ever begin."""
     own = keys.public_line(tmp_path / "key-1")
     lie = {"another's": keys.public_line(tmp_path / "key-0"), "with a comment": f"{own} me", "none": ""}.get(kind, kind)

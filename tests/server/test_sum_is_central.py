@@ -140,9 +140,7 @@ def of_float32(adapter) -> float:
         pytest.param(False, False, "record", marks=pytest.mark.slow),
     ],
 )
-def test_sums_train_what_central_steps_with_the_same_noise_do_up_to_the_grid(
-    values, noises, tmp_path, starts, masks, unit
-):
+def test_sums_train_what_central_steps_of_their_noise_do_up_to_the_grid(values, noises, tmp_path, starts, masks, unit):
     start = {} if starts else WITHOUT_START
     if unit == "person":
         values = values | of_persons(tmp_path / "persons.csv")

@@ -89,9 +89,7 @@ def test_a_sum_that_never_begins_is_charged_to_nobody(strategy, monkeypatch, tmp
 
 
 @pytest.mark.parametrize(("lost", "charged_in"), [(SHARE, []), (CONFIRM, [1, 2])])
-def test_a_node_that_leaves_a_later_question_of_each_sum_unanswered_is_skipped(
-    small_run, tmp_path, monkeypatch, lost, charged_in
-):
+def test_who_leaves_a_later_question_of_sums_unanswered_is_skipped(small_run, tmp_path, monkeypatch, lost, charged_in):
     class Lossy(LocalGrid):
         asked = 0
 

@@ -22,9 +22,8 @@ class Node:
     """One node with a ledger in a folder, an account of this budget, and an app with these mods around its update."""
 
     def __init__(self, folder: Path, mods: Callable[..., list], train: Train, budget: float | None = None) -> None:
-        self.account = Account(
-            ledger=folder / "ledger.sqlite", client="clinic", num_records=120, budget_epsilon=budget, delta=1e-5
-        )
+        facts = {"client": "clinic", "num_records": 120, "budget_epsilon": budget, "delta": 1e-5}
+        self.account = Account(ledger=folder / "ledger.sqlite", **facts)
         self.calls = 0
         self.context = Context(1, 2, {}, RecordDict(), {})
         self.app = ClientApp(mods=mods(lambda context: self.account))
@@ -33,14 +32,12 @@ class Node:
         def answer(message: Message, context: Context) -> Message:
             self.calls += 1
             received = {name: array.numpy() for name, array in message.content.array_records["arrays"].items()}
-            content = RecordDict(
-                {
-                    "model": ArrayRecord({name: Array(np.asarray(a)) for name, a in train(received).items()}),
-                    "metrics": MetricRecord({"num-examples": 77, "loss": 0.25}),
-                    "notes": ConfigRecord({"first-record": "a rash on the knee"}),
-                }
-            )
-            return Message(content, reply_to=message)
+            content = {
+                "model": ArrayRecord({name: Array(np.asarray(a)) for name, a in train(received).items()}),
+                "metrics": MetricRecord({"num-examples": 77, "loss": 0.25}),
+                "notes": ConfigRecord({"first-record": "a rash on the knee"}),
+            }
+            return Message(RecordDict(content), reply_to=message)
 
         @self.app.evaluate()
         def evaluate(message: Message, context: Context) -> Message:

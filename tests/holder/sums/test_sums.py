@@ -36,9 +36,8 @@ class Patterns:
 
     def advertised(self, u1: Group):
         state = server.collect_advertisements(self.terms, {k: self.texts[k] for k in u1}, verify=verify_once)
-        return state, {
-            k: node_side.share(self.begun[k], _messages.advertisements_from_text(state.message())) for k in u1
-        }
+        shown = _messages.advertisements_from_text(state.message())
+        return state, {k: node_side.share(self.begun[k], shown) for k in u1}
 
     def shared(self, u1: Group, u2: Group):
         before, nodes = self.advertised(u1)

@@ -166,11 +166,9 @@ def test_records_that_cannot_be_used_give_noise_alone(make, same_noise, monkeypa
         monkeypatch.setattr(private_evaluation, "_share", lambda *_: 1 / 0)
         monkeypatch.setattr(private_evaluation, "rehearse", lambda *_: 0.01)  # it would notice such a model
     release = kinds.unpack(kinds.EvaluationRelease, node.ask().fields)
-    sums, _ = private_evaluation.noised(
-        torch.zeros(2, dtype=torch.float64), UpdateSpec.counts(Z), SeededSource(5, "evaluation")
-    )
-    noise = NoisedCounts.of(sums)
-    assert release.counts == noise
+    nothing, source = torch.zeros(2, dtype=torch.float64), SeededSource(5, "evaluation")
+    noise, _ = private_evaluation.noised(nothing, UpdateSpec.counts(Z), source)
+    assert release.counts == NoisedCounts.of(noise)
     assert node.phases[-2:] == ["charged", "released"]
 
 

@@ -436,9 +436,8 @@ def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed
     handlers.pull_task_input(None, None, None)
     assert install_from_fab(content, skip_prompt=True) == folder
     assert held(folder) == FILES
-    assert (tmp_path / "home" / "elsewhere" / "app.py").read_text() == "app = 'evil'\n", (
-        "another folder's file was touched"
-    )
+    elsewhere = tmp_path / "home" / "elsewhere" / "app.py"
+    assert elsewhere.read_text() == "app = 'evil'\n", "another folder's file was touched"
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     before = (folder / "server" / "app.py").stat()
     (folder / "pyproject.toml").unlink()
@@ -456,9 +455,7 @@ def test_what_lies_where_flower_would_install_an_approved_bundle_is_not_executed
         (certifi.contents(), "127.0.0.1:9", "refused"),
     ],
 )
-def test_whatever_keeps_the_superlink_from_saying_who_is_online_is_one_error_of_one_line(
-    content, address, said, tmp_path
-):
+def test_what_keeps_the_superlink_from_saying_who_is_online_is_one_error_of_one_line(content, address, said, tmp_path):
     if content is not None:
         (tmp_path / "ca.pem").write_text(content)
     with pytest.raises(errors.FlowerError, match=rf"which nodes are online \(.*{said}") as caught:

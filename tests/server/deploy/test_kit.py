@@ -108,9 +108,7 @@ def test_whatever_the_umask_nobody_else_changes_what_the_coordinator_made(tmp_pa
         *((address, ("::", "127.0.0.1")) for address in ("10.0.0.5", "fl.example.org", "2001:DB8::1")),
     ],
 )
-def test_superlink_of_one_machine_listens_on_loopback_alone_and_others_wherever_they_are_asked(
-    tmp_path, address, hosts
-):
+def test_superlink_of_one_machine_listens_on_loopback_alone_and_others_everywhere(tmp_path, address, hosts):
     made = Coordinator(folder=tmp_path, addresses=(address,))
     assert (made.bind_host, made.local_host) == hosts
     for client in ("127.0.0.1", "::1") if made.bind_host == "::" else ():
@@ -118,9 +116,7 @@ def test_superlink_of_one_machine_listens_on_loopback_alone_and_others_wherever_
             socket.create_connection((client, server.getsockname()[1]), timeout=5).close()
 
 
-def test_renewed_certificate_is_of_the_same_authority_which_signs_nothing_without_its_passphrase(
-    coordinator, passphrase_file, tmp_path
-):
+def test_a_certificate_is_renewed_by_its_authority_with_its_passphrase_alone(coordinator, passphrase_file, tmp_path):
     before, authority = coordinator.server_certificate.read_bytes(), coordinator.ca_certificate.read_bytes()
     assert "--ca-passphrase-file: is required without a terminal" in refused("renew", coordinator.folder)
     for passphrase, said in (("another passphrase", "with this passphrase"), ("short\n", "needs 12 characters")):
