@@ -148,18 +148,15 @@ def test_a_node_that_comes_back_under_another_id_is_found_by_its_signature(node_
     assert link.charged(2) == [1, 2, 3, 5, 6]
 
 
-def forged(node_keys) -> Registration:
-    """What another node's key signed."""
-    return replace(signed(node_keys, 2), signature=signed(node_keys, 1).signature)
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"data_set": "other"}, {"num_records": 101}, {"identity": "ssh-ed25519 other"}, {"keeps_replies": False}, None],
 )
 def test_with_other_data_or_another_key_nobody_takes_a_missing_nodes_place(node_keys, changes):
     link = Link(node_keys, lambda client, round_: client == 2 and round_ >= 2)
-    link.registered[150] = forged(node_keys) if changes is None else signed(node_keys, 2, **changes)
+    stated = signed(node_keys, 2, **(changes or {}))
+    # Without changes, what another node's key signed.
+    link.registered[150] = stated if changes else replace(stated, signature=signed(node_keys, 1).signature)
     link.registered[151] = signed(node_keys, 1)  # a twin of a node that is there
     assert link.run(6) == [2]
     assert link.charged(2) == [1, 2, 3]

@@ -166,17 +166,9 @@ KEYS = PAPER | {"rounds": 6, "clients_per_round": 2, "min_clients": 2, "noise_mu
 KEYS |= {"sampling_probability": Q, "delta": DELTA}
 
 
-def config_of(**changes: object) -> RunConfig:
-    return parse(KEYS | changes)
-
-
-def epsilon_by_dp_accounting(bars: list[float]) -> float:
-    """What releases cost on `rho`, by no code of ours."""
-    return _epsilon(tuple(sorted(bars)))
-
-
 @cache  # clients of one size pay the same
-def _epsilon(bars: tuple[float, ...]) -> float:
+def epsilon_by_dp_accounting(*bars: float) -> float:
+    """What releases cost on `rho`, by no code of ours."""
     events = (gaussian(bar * NOISE, Q, count) for bar, count in Counter(bars).items())
     return by_dp_accounting("pld", *events, interval=5e-4).get_epsilon(DELTA)
 
@@ -218,12 +210,12 @@ def run_of(config: RunConfig, fails) -> tuple[dict[int, list[float]], list[list]
 @pytest.mark.parametrize("failing", [{1, 2}, *slow({1}, {2}, {1, 3}, set())], ids=str)
 def test_a_budget_on_rho_holds_in_rounds_that_ask_others(num_rounds, failing):
     """The budget is what some rounds of four equal clients cost and another one of two, but not one of three."""
-    budget = epsilon_by_dp_accounting([math.sqrt(1 / 4)] * num_rounds + [math.sqrt(1 / 2)]) * 1.01
-    config = config_of(privacy_view="rho", budget_epsilon=budget)
+    budget = epsilon_by_dp_accounting(*[math.sqrt(1 / 4)] * num_rounds, math.sqrt(1 / 2)) * 1.01
+    config = parse(KEYS | {"privacy_view": "rho", "budget_epsilon": budget})
     bars, rows, strategy = run_of(config, failing.__contains__)
     assert any(len(each) > 2 for each in rows) == bool(failing), "else no round asked others"
     for client, paid in bars.items():
-        spent = epsilon_by_dp_accounting(paid) if paid else 0.0
+        spent = epsilon_by_dp_accounting(*sorted(paid)) if paid else 0.0
         assert spent <= budget * (1 + 1e-3), client
         shown = strategy.books.epsilon_so_far(client, "rho")
         assert shown >= spent * (1 - 1e-3), "no more may have been spent than is shown"
@@ -231,7 +223,7 @@ def test_a_budget_on_rho_holds_in_rounds_that_ask_others(num_rounds, failing):
 
 def test_a_round_that_asks_others_retires_nobody_on_the_local_view():
     spent = by_dp_accounting("pld", gaussian(NOISE, Q, 6)).get_epsilon(DELTA)
-    config = config_of(budget_epsilon=spent * 1.01)
+    config = parse(KEYS | {"budget_epsilon": spent * 1.01})
     bars, _, strategy = run_of(config, {1}.__contains__)
     assert strategy.stopped is None
     assert not strategy.books.retired
@@ -242,7 +234,8 @@ def test_a_round_that_asks_others_retires_nobody_on_the_local_view():
 def test_a_crash_at_any_time_leaves_charges_that_no_round_exceeds(tmp_path, view):
     """The first two of a round are charged alone: whichever others join, what they really cost is no more."""
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        books = Books(config_of(privacy_view=view), "run", registered(ASKED), initial=ADAPTER, ledger=ledger)
+        config = parse(KEYS | {"privacy_view": view})
+        books = Books(config, "run", registered(ASKED), initial=ADAPTER, ledger=ledger)
         books.charge(1, {0: "request", 5: "request"})
         first = {c: ledger.releases_of(f"d{c}", "run")[0][1].rho_bar for c in (0, 5)}
         books.charge(1, {4: "request", 1: "request"})

@@ -24,13 +24,12 @@ def node(client: int) -> Identity:
 def make_terms(num_clients: int = 4, *, colluding: int = 0, threshold: int = 0, **changes: Any) -> Terms:
     """Terms of clients 0, 1, ..., with the smallest threshold unless one is given."""
     facts = {"num_records": 100, "sampling_probability": 0.5, "scale": 1.0}
+    entries = (Participant(client=k, identity=node(k).public_line, **facts) for k in range(num_clients))
     fields: dict[str, Any] = {
         **{"run": "trial", "round": 3, "attempt": "ab" * 16, "colluding": colluding, "request": "cd" * 32},
         **{"modulus_bits": 32, "grid_exponent": 12, "dimension": 8, "clip_norm": 1.0, "noise_multiplier": 1.0},
         "threshold": threshold or smallest_threshold(num_clients, colluding),
-        "participants": tuple(
-            Participant(client=client, identity=node(client).public_line, **facts) for client in range(num_clients)
-        ),
+        "participants": tuple(entries),
     }
     return Terms(**fields | changes)
 

@@ -108,12 +108,10 @@ def test_a_condition_that_does_not_hold_is_named(condition):
         selection_epsilon(**{condition: False})
 
 
-@pytest.mark.parametrize(
-    "change", [{"mean_repetitions": 0.5}, {"mean_repetitions": math.nan}, {"shape": -1.0}], ids=str
-)
-def test_values_out_of_range_of_a_selection_are_refused_by_name(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        repeat_and_select([EVENT], 1e-5, **{"mean_repetitions": 2.0, **HOLDS, **change})
+@pytest.mark.parametrize("bad", [{"mean_repetitions": 0.5}, {"mean_repetitions": math.nan}, {"shape": -1.0}], ids=str)
+def test_values_out_of_range_of_a_selection_are_refused_by_name(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        repeat_and_select([EVENT], 1e-5, **{"mean_repetitions": 2.0, **HOLDS, **bad})
 
 
 def test_events_that_the_bound_does_not_cover_are_refused():

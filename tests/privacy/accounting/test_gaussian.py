@@ -316,15 +316,8 @@ def test_what_is_left_out_never_costs_more_than_what_is_kept(histories, number):
 
 
 def asked(grids: Sequence[float] = GRIDS, coins: Sequence[float] = (1.0, 1.0)) -> NoiseRequest:
-    return NoiseRequest(
-        noise_multiplier=NOISE,
-        clip_norm=1.0,
-        dimension=DIMENSION,
-        sampling_probabilities=tuple(coins),
-        unit="person",
-        grids=tuple(grids),
-        bounds=(9.0,) * len(grids),
-    )
+    fields = {"clip_norm": 1.0, "unit": "person", "grids": tuple(grids), "bounds": (9.0,) * len(grids)}
+    return NoiseRequest(noise_multiplier=NOISE, dimension=DIMENSION, sampling_probabilities=tuple(coins), **fields)
 
 
 def steps_moved(monkeypatch) -> list[int]:
@@ -357,12 +350,9 @@ def exact_delta_on_grids(moves: Sequence[int], coins: Sequence[float], epsilon: 
 def charged(client: int, coins: Sequence[float], moves: Mapping[int, float]) -> Release:
     """One release of a client in the sum of both, where a person moves their parts by so much at most."""
     noises = [grid * NOISE for grid in GRIDS]
-    return Release(
-        event=MECHANISM.planned_events(asked(coins=coins))[client],
-        rho_bar=1.0,
-        aggregate_scale=math.hypot(*noises) / noises[client],
-        other_holders=worst_other_holders(moves, dict(enumerate(coins)), client, 2),
-    )
+    event, scale = MECHANISM.planned_events(asked(coins=coins))[client], math.hypot(*noises) / noises[client]
+    others = worst_other_holders(moves, dict(enumerate(coins)), client, 2)
+    return Release(event=event, rho_bar=1.0, aggregate_scale=scale, other_holders=others)
 
 
 @pytest.mark.parametrize("coins", [(1.0, 1.0), (0.3, 0.2), (0.05, 0.9)])

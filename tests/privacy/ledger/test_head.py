@@ -11,7 +11,7 @@ import pytest
 
 from clients.deploy.doctor import check_ledger
 from fedpriv.errors import LedgerError
-from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN
+from fedpriv.privacy.ledger.head_file import EMPTY_CHAIN, head_path
 from fedpriv.privacy.ledger.ledger import Ledger
 from fedpriv.privacy.ledger.reader import reading, verify_with_head
 from tests.marks import slow
@@ -28,17 +28,13 @@ def filled(tmp_path) -> Path:
     return path
 
 
-def head_of(path: Path) -> Path:
-    return path.with_name(path.name + ".head")
-
-
 @pytest.mark.parametrize("remaining", [4, 2, 0])
 @pytest.mark.parametrize("content", [None, b"", b"\0" * 86, b"garbled", b"3 abc", b"-1 " + b"0" * 64])
 def test_entries_without_a_head_are_vouched_for_by_nobody(filled, content, remaining):
     edited(filled, f"DELETE FROM entries WHERE number > {remaining}")
-    head_of(filled).unlink()
+    head_path(filled).unlink()
     if content is not None:
-        head_of(filled).write_bytes(content)
+        head_path(filled).write_bytes(content)
     assert_refused(filled, r"ledger\.sqlite\.head is missing or unreadable.*fedpriv ledger adopt-head")
     assert_refused(filled, "adopt-head")  # having been refused once changes nothing
     by_doctor = check_ledger(filled)
@@ -58,14 +54,14 @@ def test_a_new_ledger_has_a_head_before_its_first_entry(tmp_path):
     with pytest.raises(LedgerError, match="nothing to adopt"):
         Ledger(path, adopting="new disk")
     Ledger(path).close()
-    assert head_of(path).read_text().split() == ["0", EMPTY_CHAIN]
+    assert head_path(path).read_text().split() == ["0", EMPTY_CHAIN]
     with reading(path) as db:
         assert verify_with_head(db, path) is None
 
 
 def test_opening_brings_a_head_that_lags_up_to_date(filled):
     """After a crash between a commit and its head, losing that commit's entries is noticed from the next opening on."""
-    head_of(filled).write_text(f"0 {EMPTY_CHAIN}\n")
+    head_path(filled).write_text(f"0 {EMPTY_CHAIN}\n")
     Ledger(filled).close()
     edited(filled, "DELETE FROM entries WHERE number > 2")
     assert_refused(filled, "ends at entry 2, but ledger.sqlite.head has seen entry 4")
@@ -78,7 +74,7 @@ def test_a_copy_has_a_head_of_its_own(filled, tmp_path):
         ledger.charge([charge_for(ledger.data_set().id, 4)])
         ledger.copy(copy)
         assert checked(copy) == ledger.last
-        assert head_of(copy).read_text() == head_of(filled).read_text()
+        assert head_path(copy).read_text() == head_path(filled).read_text()
     edited(copy, "DELETE FROM entries WHERE number > 4")
     assert_refused(copy, "has seen entry 5")
 
@@ -130,8 +126,7 @@ while not results or results[-1][0] != "rce":
     checked(path)
     copy = path.with_name("copy")
     if copy.exists():
-        with Ledger(copy):
-            pass
+        Ledger(copy).close()
     results.append((done, number))
 print(json.dumps(results))
 """
@@ -185,7 +180,7 @@ def test_an_adopted_ledger_goes_on_and_older_readers_refuse_it(filled):
     with Ledger(filled) as ledger:
         data_set, spent = ledger.data_set(), ledger.releases(ledger.data_set().id)
     assert version(filled) == 1, "older readers go on with a ledger that always had its head"
-    head_of(filled).write_bytes(b"garbled" * 100)
+    head_path(filled).write_bytes(b"garbled" * 100)
     with Ledger(filled, adopting="new disk") as ledger:
         assert ledger.last[0] == 5
     with Ledger(filled) as ledger:
@@ -199,7 +194,7 @@ def test_an_adopted_ledger_goes_on_and_older_readers_refuse_it(filled):
 
 def test_an_edited_ledger_cannot_be_adopted(filled):
     edited(filled, "DELETE FROM entries WHERE number = 2")
-    head_of(filled).unlink()
+    head_path(filled).unlink()
     with pytest.raises(LedgerError, match="entry 2 is missing"):
         Ledger(filled, adopting="new disk")
     assert version(filled) == 1

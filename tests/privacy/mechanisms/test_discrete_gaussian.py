@@ -63,9 +63,7 @@ def noised(total, seed=0, **changes):
 
 
 def without_noise(monkeypatch):
-    monkeypatch.setattr(
-        discrete_gaussian, "discrete_gaussian", lambda sigma, num, source: torch.zeros(num, dtype=torch.int64).numpy()
-    )
+    monkeypatch.setattr(discrete_gaussian, "discrete_gaussian", lambda _, num, source: np.zeros(num, dtype=np.int64))
 
 
 def fits_no_other_scale(values):
@@ -210,14 +208,10 @@ def test_the_default_recipe_takes_it_and_no_noise_of_another_kind():
         parse({**lmo, "recipe": "fedpriv"})
 
 
-def curve(sigma, points):
-    return np.exp(-(np.asarray(points, dtype=float) ** 2) / (2 * sigma**2))
-
-
-def noise(sigma, reach):
+def law(sigma, reach):
     """Probabilities of N_Z(0, sigma^2) on [-reach, reach], normalised over all integers that count."""
-    all_integers = np.arange(-math.ceil(40 * sigma), math.ceil(40 * sigma) + 1)
-    return curve(sigma, np.arange(-reach, reach + 1)) / curve(sigma, all_integers).sum()
+    some, all_ = (np.arange(-last, last + 1.0) for last in (reach, math.ceil(40 * sigma)))
+    return np.exp(-(some**2) / (2 * sigma**2)) / np.exp(-(all_**2) / (2 * sigma**2)).sum()
 
 
 def neighbours(sigmas, shift, probability, num_steps):
@@ -226,9 +220,8 @@ def neighbours(sigmas, shift, probability, num_steps):
     The noise of a step is the sum of one draw for each sigma; several steps are all their outcomes together.
     """
     reach = math.ceil(10 * max(sigmas))
-    law = np.concatenate([reduce(np.convolve, [noise(sigma, reach) for sigma in sigmas]), np.zeros(shift)])
-    moved = np.roll(law, shift)
-    pair = (1 - probability) * law + probability * moved, law
+    noise = np.concatenate([reduce(np.convolve, [law(sigma, reach) for sigma in sigmas]), np.zeros(shift)])
+    pair = (1 - probability) * noise + probability * np.roll(noise, shift), noise
     with_record, without = (reduce(lambda one, other: np.outer(one, other).ravel(), [p] * num_steps) for p in pair)
     return (with_record, without), (without, with_record)
 
@@ -287,8 +280,8 @@ def test_the_lemmas_bound_is_less_than_3e_77_a_coordinate_and_the_common_share_c
 @pytest.mark.parametrize("sigma", [0.5, 0.7, 0.9])
 def test_a_sum_is_no_further_from_a_discrete_gaussian_than_the_theorem_says(sigma, num):
     bound = 10 * math.fsum(math.exp(-2 * (math.pi * sigma) ** 2 * k / (k + 1)) for k in range(1, num))
-    total, reach = reduce(np.convolve, [noise(sigma, 40)] * num), 8 * num
+    total, reach = reduce(np.convolve, [law(sigma, 40)] * num), 8 * num
     middle = total[len(total) // 2 - reach : len(total) // 2 + reach + 1]
-    divergence = np.abs(np.log(middle / noise(math.sqrt(num) * sigma, reach))).max()
+    divergence = np.abs(np.log(middle / law(math.sqrt(num) * sigma, reach))).max()
     assert divergence <= bound
     assert divergence > bound / 6 or num > 2

@@ -12,6 +12,7 @@ from fedpriv.privacy.mechanisms import discrete_sampler
 from fedpriv.privacy.mechanisms.discrete_sampler import _exp_of_minus, discrete_gaussian
 from fedpriv.privacy.mechanisms.sources import RandomSource, SecureSource, SeededSource
 from tests.marks import slow
+from tests.privacy.mechanisms.test_discrete_gaussian import law
 
 FALSE_ALARM = 1e-6
 SIGMAS = [0.5, 1.0, 3.7, 2**10 + 0.3, 2.0**20]
@@ -30,18 +31,11 @@ class ForcedWords(RandomSource):
         return np.concatenate([np.array(first, dtype=np.uint64), self._then.words(num - len(first))])
 
 
-def weights(sigma):
-    """exp(-x^2 / 2 sigma^2), normalised, on [-ceil(40 sigma), ceil(40 sigma)]."""
-    reach = math.ceil(40 * sigma)
-    curve = np.exp(-(np.arange(-reach, reach + 1.0) ** 2) / (2 * sigma**2))
-    return curve / curve.sum()
-
-
 def fits(values, sigma):
     """Chi-square against the probabilities of single integers, or of 200 bins of about equal probability."""
     if sigma < 64:
-        chance = weights(sigma)
-        reach = len(chance) // 2
+        reach = math.ceil(40 * sigma)
+        chance = law(sigma, reach)
         observed = np.bincount(np.clip(values, -reach, reach) + reach, minlength=len(chance))
     else:
         # A bin (a, b] holds Phi((b + 1/2) / sigma) - Phi((a + 1/2) / sigma): the error of this midpoint rule is 1e-8 at
@@ -67,7 +61,7 @@ def test_samples_have_the_stated_law_and_no_other(sigma, source):
     negative, positive = int((values < 0).sum()), int((values > 0).sum())
     assert stats.binomtest(negative, negative + positive).pvalue > FALSE_ALARM, "both signs are equally likely"
     if sigma < 64:  # nor is a zero drawn twice, with either sign
-        zeros, at_zero = int((values == 0).sum()), weights(sigma).max()
+        zeros, (at_zero,) = int((values == 0).sum()), law(sigma, 0)
         assert stats.binomtest(zeros, len(values), 2 * at_zero / (1 + at_zero)).pvalue < FALSE_ALARM
 
 

@@ -18,9 +18,8 @@ PARTS = {"first": slice(0, 2000), "middle": slice(2000, 5000), "last": slice(500
 
 
 def noised(z=1.5, clip_norm=4.0, total=SUM, source=None, **more):
-    request = NoiseRequest(
-        noise_multiplier=z, clip_norm=clip_norm, dimension=len(total), sampling_probabilities=(0.25,), **more
-    )
+    fields = {"noise_multiplier": z, "clip_norm": clip_norm, "sampling_probabilities": (0.25,), **more}
+    request = NoiseRequest(dimension=len(total), **fields)
     sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [source or SeededSource(0)])
     return sums[0], event
 

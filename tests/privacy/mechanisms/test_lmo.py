@@ -42,17 +42,13 @@ EVERY = {
 LAPLACE, EXAMPLE, MIXTURE, LINEAR, _, EXPONENTIAL = EVERY.values()
 
 
-def fits(values, chosen):
-    return stats.kstest(values, lambda x: Columns.of(chosen).cdf(x)).pvalue > FALSE_ALARM
-
-
 # What uniform words become does not depend on their source.
 @pytest.mark.parametrize(
     ("name", "source"), [*((name, SeededSource(0)) for name in EVERY), ("mixture", SecureSource())]
 )
 def test_noise_fits_its_distribution_and_no_other_scale(name, source):
-    values = _lmo_noise(EVERY[name], NUM, source)
-    assert [factor for factor in (2 / 3, 1, 3 / 2) if fits(values * factor, EVERY[name])] == [1]
+    values, cdf = _lmo_noise(EVERY[name], NUM, source), Columns.of(EVERY[name]).cdf
+    assert [factor for factor in (2 / 3, 1, 3 / 2) if stats.kstest(values * factor, cdf).pvalue > FALSE_ALARM] == [1]
 
 
 @pytest.mark.parametrize(
@@ -185,15 +181,11 @@ def test_uniform_and_laplace_values_invert_their_distributions():
 # --- the mechanism ---
 
 
-def request_for(chosen, dimension, accounting="sound", **changes):
+def noised(total, chosen=MIXTURE, accounting="sound", **changes):
     parameters = json.dumps({**chosen.to_dict(), "accounting": accounting})
     fields = {"noise_multiplier": 1.0, "clip_norm": 4.0, "sampling_probabilities": (0.25,)} | changes
-    return NoiseRequest(parameters=parameters, dimension=dimension, **fields)
-
-
-def noised(total, chosen=MIXTURE, seed=0, **changes):
-    request = request_for(chosen, len(total), **changes)
-    sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [SeededSource(seed)])
+    request = NoiseRequest(parameters=parameters, dimension=len(total), **fields)
+    sums, (event,) = MECHANISM.add_noise(total.unsqueeze(0), request, [SeededSource(0)])
     return sums[0], event
 
 
@@ -205,10 +197,12 @@ def test_the_scale_is_drawn_independently_for_every_coordinate():
     assert stats.pearsonr(shared[:-1:2], shared[1::2]).pvalue < FALSE_ALARM, "the test must detect a shared scale"
 
 
-def test_the_event_states_noise_dimension_sampling_and_sensitivity():
+def test_the_event_states_noise_dimension_sampling_sensitivity_and_a_known_accounting():
     total, stated = torch.zeros(300), {"sensitivity": math.sqrt(2), "dimension": 300, "sampling_probability": 0.25}
     assert noised(total, sensitivity_factor=math.sqrt(2))[1] == SubsampledLmo(parameters=MIXTURE, **stated)
     assert noised(total, accounting="published")[1].accounting == "published"
+    with pytest.raises(ValueError, match="accounting = 'hopeful'"):
+        noised(total, accounting="hopeful")
 
 
 def test_neither_sensitivity_nor_accounting_changes_the_noise():
@@ -231,8 +225,3 @@ def test_noise_without_a_mean_stays_finite():
     values = noised(torch.zeros(50_000), heavy_tailed)[0]
     assert torch.isfinite(values).all()
     assert values.abs().max() > 1e30
-
-
-def test_unknown_accounting_is_refused_by_name():
-    with pytest.raises(ValueError, match="accounting = 'hopeful'"):
-        noised(torch.zeros(3), accounting="hopeful")

@@ -1,6 +1,7 @@
 """Randomness has the right distributions, never repeats and is never shared between processes."""
 
 import copy
+import json
 import math
 import os
 import pickle
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource, _bernoulli_from_words, normal_from_words
+from tests.privacy.ledger.test_ledger import in_another_process
 
 FALSE_ALARM = 1e-6
 NUM = 200_000
@@ -86,15 +88,9 @@ def test_a_forked_child_draws_different_values_even_with_the_same_process_id(mon
         monkeypatch.setattr(os, "getpid", lambda: 4711)
     source = SecureSource()
     source.normal(1)
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        os.write(writer, source.words(4).tobytes())
-        os._exit(0)
-    os.waitpid(child, 0)
-    in_child = np.frombuffer(os.read(reader, 32), dtype="<u8")
-    os.close(reader)
-    os.close(writer)
-    assert not set(in_child.tolist()) & set(source.words(4).tolist())
+    in_child = json.loads(in_another_process(lambda: source.words(4).tolist()))
+    assert len(in_child) == 4
+    assert not set(in_child) & set(source.words(4).tolist())
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
