@@ -101,9 +101,8 @@ class Nodes(SlowGrid):
 
 def in_sum(nodes: Nodes, node_keys) -> dict[int, tuple[int, Registration]]:
     """Who of three takes part in sums, once all have been looked at."""
-    return register_nodes(
-        nodes, num_expected=3, wait=600, node_keys=node_keys, secure_aggregation=True, goes_on=lambda: nodes.looks > 3
-    )
+    of_sums = {"num_expected": 3, "secure_aggregation": True, "goes_on": lambda: nodes.looks > 3}
+    return register_nodes(nodes, wait=600, node_keys=node_keys, **of_sums)
 
 
 def of_client(client: int, tmp_path) -> Registration:

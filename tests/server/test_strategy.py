@@ -199,15 +199,11 @@ def with_adapter(**changes: torch.Tensor | None) -> dict[str, dict[str, torch.Te
     return {"adapter": {name: tensor for name, tensor in {**ADAPTER, **changes}.items() if tensor is not None}}
 
 
-NO_NUMBER = torch.tensor([[math.nan, 0, 0], [0, 0, 0]])
-INFINITY = torch.tensor([math.inf, 0, 0, 0])
-
-
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
-        (with_adapter(A=NO_NUMBER), "A: holds NaN"),
-        (with_adapter(B=INFINITY), "B: holds NaN or infinity"),
+        (with_adapter(A=torch.tensor([[math.nan, 0, 0], [0, 0, 0]])), "A: holds NaN"),
+        (with_adapter(B=torch.tensor([math.inf, 0, 0, 0])), "B: holds NaN or infinity"),
         (with_adapter(A=torch.zeros(3, 2)), r"A: float32 \(3, 2\), not float32 \(2, 3\)"),
         (with_adapter(A=ADAPTER["A"].double()), r"A: float64 \(2, 3\), not float32"),
         (with_adapter(B=None), "missing tensors: B"),
