@@ -5,8 +5,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.composition import History, Upload
 from fedpriv.models.variants.folders import Described
+from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
 
 EVENT = SubsampledGaussian(noise_multiplier=1.5, sampling_probability=0.05)
@@ -30,6 +34,12 @@ def described(name: str, num_rounds: int = 1, **changes: Any) -> Described:
     return Described(name=name, **fields | changes)
 
 
+def add(store: Store, name: str, tensors: dict[str, np.ndarray[Any, Any]], block_size: int = 16, **more: Any) -> None:
+    """Store a model in blocks of so many values."""
+    layout = layout_of(tensors, block_size)
+    store.add(name, layout, *layout.to_blocks(tensors), **more)
+
+
 def content_of(store: Path) -> dict[str, object]:
     """All that a store's files hold: the blocks by their file, and every row of the index."""
     with closing(sqlite3.connect(store / "index.sqlite")) as db:
@@ -46,6 +56,13 @@ def damage_index(store: Path, table: str, column: str, place: int = -1, *, name:
         changed[place] ^= 1
         value = changed.decode() if isinstance(content, str) else bytes(changed)
         db.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (value, row))
+
+
+def flip(file: Path, place: int = -1) -> None:
+    """Flip a bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
 
 
 def basis_sizes(store: Path) -> list[int]:

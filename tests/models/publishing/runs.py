@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.events import SubsampledGaussian
 from fedpriv.privacy.accounting.views import Release
-from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.ledger import Ledger
+from tests.cli.inputs import charge
 from tests.served import save_run
 
 RUN = "run-1"
+RELEASE = Release(event=SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1), rho_bar=0.7)
 # A run of a language model of prompts and responses, all of whose layers are adapted.
 CHAT = {"task": "CAUSAL_LM", "layers": "all", "normalize_features": False, "prompt_column": "p", "response_column": "r"}
 CHAT |= {"max_length": 128, "max_new_tokens": 8}
@@ -28,14 +29,20 @@ OF_THE_RUN = ("ledger", "public_data", "budget_epsilon", "target_epsilon")
 SAVED, SAVED_AT = dict[str, Path](), tempfile.TemporaryDirectory()
 
 
-def store_of(run: Path, path: Path, names: Iterable[str]) -> Path:
-    """A store of a run's variants."""
+def store_of(
+    run: Path, path: Path, names: Iterable[str], bases: Mapping[str, list[str]] | None = None, **provenance: Any
+) -> Path:
+    """A store of a run's variants; one with bases takes its first blocks from the first of them."""
     with Store(path) as store:
         for name in names:
-            folder = run / "variants" / name
+            folder, own_bases = run / "variants" / name, (bases or {}).get(name, [])
             tensors = folders.read_tensors(folder)
             layout = layout_of(tensors, 64)
-            store.add(name, layout, *layout.to_blocks(tensors), described=folders.read(folder))
+            blocks, extras = layout.to_blocks(tensors)
+            if own_bases:
+                blocks[:2] = store.blocks[store.rows(store.manifest(own_bases[0]).blocks[:2])]
+            told = {"bases": own_bases, **provenance}
+            store.add(name, layout, blocks, extras, described=folders.read(folder), provenance=told)
     return path
 
 
@@ -58,42 +65,21 @@ def finished(
     config = tomllib.loads((folder / "config.toml").read_text())
     (folder / "config.toml").write_text(to_toml(parse(config | of_the_run)))
     data_sets = {}
-    event = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
     with Ledger(folder / "ledger.sqlite") as ledger:
         for client in ("0", "1"):
             data_sets[client] = ledger.register(client, 100, 1e-5).id
-            key = Key(run=RUN, client=client, round=1, request="x")
-            charge = Charge(
-                key=key,
-                data_set=data_sets[client],
-                release=Release(event=event, rho_bar=0.7),
-                noise_source=noise_source,
-            )
-            ledger.charge([charge])
+            charge(ledger, data_sets[client], RELEASE, client=client, run=RUN, source=noise_source)
         head = ledger.head
     registrations = {client: {"data_set": id_, "name": "St. Anna"} for client, id_ in data_sets.items()}
     (folder / "clients.csv").write_text("round,client,status\n1,0,ok\n1,1,ok\n")
     (folder / "registrations.json").write_text(json.dumps(registrations))
+    paid = {"epsilon_local": 1.2345, "epsilon_rho": 2.5, "delta": 1e-5}
     found = {
-        "accuracy": 0.81234,
-        "epsilon_local_max": 1.2345,
-        "epsilon_rho_max": 2.5,
-        "epsilon_aggregate_max": None,
-        "delta_max": 1e-5,
-        "unit": "record",
-        "accountant": "pld",
-        "mechanism": "gaussian",
-        "private": True,
-        "caveat": "",
-        "noise_source": noise_source,
-        "privacy_view": "local",
-        "num_clients": 2,
-        "run_id": RUN,
-        "ledger_head": head,
-        "clients": [
-            {"client": k, "name": "St. Anna", "epsilon_local": 1.2345, "epsilon_rho": 2.5, "delta": 1e-5}
-            for k in (0, 1)
-        ],
+        **{f"{figure}_max": value for figure, value in paid.items()},
+        **{"epsilon_aggregate_max": None, "privacy_view": "local", "unit": "record", "accountant": "pld"},
+        **{"mechanism": "gaussian", "noise_source": noise_source, "private": True, "caveat": ""},
+        **{"accuracy": 0.81234, "run_id": RUN, "ledger_head": head, "num_clients": 2},
+        "clients": [{"client": k, "name": "St. Anna", **paid} for k in (0, 1)],
     }
     (folder / "summary.json").write_text(json.dumps(found | (summary or {})))
     return folder

@@ -6,6 +6,7 @@ One that lives only in a store answers, is exported and is pushed as one in a fo
 import dataclasses
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,44 +22,46 @@ from fedpriv.models.publishing import hub, saved
 from fedpriv.models.publishing.export import export
 from fedpriv.models.serving.scheduler import open_serving
 from fedpriv.models.variants import folders
-from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.store import Store
 from tests import architectures
-from tests.cli.command_line import as_json, fedpriv
+from tests.cli.command_line import as_json, fedpriv, refused
 from tests.models.publishing.runs import finished, store_of
 from tests.served import LABELS, ask_classes, described
+from tests.stores import add
 
 SHORT, LONG = "the patient has a rash", "pain in the chest today " * 8 + "a rash on the skin " * 30
 MOST = 24
 
 Answer = Mapping[str, float]
-Door = Callable[[Path, str, str, Path], Answer]
+Door = Callable[[Path, str, str], Answer]
 
 
-def predicts(source: Path, model: str, text: str, _: Path) -> Answer:
+def predicts(source: Path, model: str, text: str) -> Answer:
     loaded = saved.load(saved.find(source, model=model))
     return dict(zip(loaded.saved.labels, saved.classify(loaded, [text])[0], strict=True))
 
 
 @torch.no_grad()
-def exports(source: Path, model: str, text: str, folder: Path) -> Answer:
-    assert export(saved.load(saved.find(source, model=model)), folder / "out") == "transformers"
-    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
-    plain = AutoModelForSequenceClassification.from_pretrained(folder / "out").eval()
+def exports(source: Path, model: str, text: str) -> Answer:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        assert export(saved.load(saved.find(source, model=model)), out) == "transformers"
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        plain = AutoModelForSequenceClassification.from_pretrained(out).eval()
     inputs = tokenizer(text, truncation=True, max_length=MOST, return_tensors="pt")
     found = plain(**inputs).logits[0].softmax(dim=0)
     return {plain.config.id2label[row]: float(p) for row, p in enumerate(found)}
 
 
-def pushes(source: Path, model: str, text: str, folder: Path) -> Answer:
+def pushes(source: Path, model: str, text: str) -> Answer:
     found = saved.find(source)
-    (folder / "pushed").mkdir()
-    for name, content in hub.contents(found).items():
-        (folder / "pushed" / name).write_bytes(content)
-    return predicts(folder / "pushed", model or str(found.model), text, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in hub.contents(found).items():
+            (Path(folder) / name).write_bytes(content)
+        return predicts(Path(folder), model or str(found.model), text)
 
 
-def serves(source: Path, model: str, text: str, _: Path) -> Answer:
+def serves(source: Path, model: str, text: str) -> Answer:
     served = open_serving(source, memory_bytes=10**9, max_waiting=9, base_dtype="float32", model=model)
     try:
         return dict(zip(served.labels, ask_classes(served, "global", [text]).last().probabilities[0], strict=True))
@@ -109,12 +112,11 @@ def expected(run: Path, base: Path, text: str) -> Answer:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_run_and_a_store_that_was_moved_answer_alike(door, run, base, moved, tmp_path):
+def test_a_run_and_a_store_that_was_moved_answer_alike(door, run, base, moved):
     known = expected(run, base, LONG)
-    assert DOORS[door](run, "", LONG, tmp_path) == pytest.approx(known, abs=1e-5)
+    assert DOORS[door](run, "", LONG) == pytest.approx(known, abs=1e-5)
     if door in OF_A_STORE:
-        (tmp_path / "moved").mkdir()
-        assert DOORS[door](moved, str(base), LONG, tmp_path / "moved") == pytest.approx(known, abs=1e-5)
+        assert DOORS[door](moved, str(base), LONG) == pytest.approx(known, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +128,12 @@ def homeless(tiny_bert, tmp_path_factory):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_base_that_was_moved_is_the_one_that_is_named(door, homeless, tmp_path):
+def test_a_base_that_was_moved_is_the_one_that_is_named(door, homeless):
     run, base, known = homeless
-    assert DOORS[door](run, str(base), SHORT, tmp_path) == pytest.approx(known, abs=1e-5)
+    assert DOORS[door](run, str(base), SHORT) == pytest.approx(known, abs=1e-5)
     for named in ("", "/nowhere/base"):
-        (tmp_path / f"again{len(named)}").mkdir()
         with pytest.raises(InputError, match="model = "):
-            DOORS[door](run, named, SHORT, tmp_path / f"again{len(named)}")
+            DOORS[door](run, named, SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -145,43 +146,33 @@ def altered(base, tmp_path_factory):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_base_with_other_weights_is_refused(door, run, moved, altered, tmp_path):
-    for number, source in enumerate([run, moved] if door in OF_A_STORE else [run]):
-        (tmp_path / str(number)).mkdir()
+def test_a_base_with_other_weights_is_refused(door, run, moved, altered):
+    for source in [run, moved] if door in OF_A_STORE else [run]:
         with pytest.raises(InputError, match="its weights are not those that this adapter was trained on"):
-            DOORS[door](source, str(altered), SHORT, tmp_path / str(number))
+            DOORS[door](source, str(altered), SHORT)
 
 
 def test_a_pickle_beside_the_tensors_is_never_read(run, base, tmp_path):
     run = shutil.copytree(run, tmp_path / "run")
-    before = predicts(run, "", SHORT, tmp_path)
+    before = predicts(run, "", SHORT)
     folder = run / "variants" / "global"
     tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(folder / folders.TENSORS).items()}
     shutil.move(folder / folders.TENSORS, folder / "other.safetensors")
     torch.save(tensors, folder / "adapter_model.bin")
-    for door in DOORS:
-        (tmp_path / door).mkdir()
-        assert DOORS[door](run, "", SHORT, tmp_path / door) == pytest.approx(before, abs=1e-5)
+    for door in DOORS.values():
+        assert door(run, "", SHORT) == pytest.approx(before, abs=1e-5)
     with pytest.raises(InputError, match=r"needs adapter_model.safetensors .* never read"):
         adapters.load(str(base), folder)
 
 
-ANSWER = {"outcome": {"utility_before": 0.9, "utility_after": 0.9}}
+ANSWER = {"utility_before": 0.9, "utility_after": 0.9}
 
 
-def store_variants(run: Path, names: tuple[str, ...], bases: dict[str, list[str]], provenance: dict | None = None):
-    """Store variants of a run; one with bases takes its first blocks from the first of them."""
-    with Store(run / "store") as store:
-        for name in names:
-            folder = run / "variants" / name
-            tensors = folders.read_tensors(folder)
-            layout = layout_of(tensors, 64)
-            blocks, extras = layout.to_blocks(tensors)
-            if bases.get(name):
-                blocks[:2] = store.blocks[store.rows(store.manifest(bases[name][0]).blocks[:2])]
-            told = {"bases": bases.get(name, []), **(ANSWER if provenance is None else provenance)}
-            store.add(name, layout, blocks, extras, described=folders.read(folder), provenance=told)
-    return run / "store"
+def store_variants(
+    run: Path, *names: str, bases: Mapping[str, list[str]] | None = None, outcome: Mapping[str, object] = ANSWER
+) -> Path:
+    """The store of a run, with variants that were deduplicated."""
+    return store_of(run, run / "store", names, bases, outcome=outcome)
 
 
 @pytest.fixture
@@ -195,7 +186,7 @@ def probabilities(*arguments: object) -> dict:
 
 def test_it_answers_as_it_did_from_its_folder_however_it_is_named(own, tmp_path, tiny_bert):
     expected = probabilities(own, "--variant", "client-0")
-    store = store_variants(own, ("global", "client-0"), {})
+    store = store_variants(own, "global", "client-0")
     shutil.rmtree(own / "variants" / "client-0")
     for named in ((own, "--variant", "client-0"), (store, "--variant", "client-0")):
         assert probabilities(*named) == expected
@@ -212,7 +203,7 @@ def test_it_answers_as_it_did_from_its_folder_however_it_is_named(own, tmp_path,
 
 def test_what_was_replaced_is_what_answers_and_no_figure_of_the_run_is_said_of_it(own):
     plain = probabilities(own)
-    store_variants(own, ("client-0", "global"), {"global": ["client-0"]})
+    store_variants(own, "client-0", "global", bases={"global": ["client-0"]})
     assert probabilities(own) == plain, "a folder of its own comes first"
     shutil.rmtree(own / "variants" / "global")
     found = saved.find(own)
@@ -226,19 +217,19 @@ def test_what_was_replaced_is_what_answers_and_no_figure_of_the_run_is_said_of_i
 
 
 def test_a_card_marks_what_was_accepted_without_a_proof_and_what_private_records_chose_is_refused(own):
-    told = {"outcome": {**ANSWER["outcome"], "acceptance": "empirical"}}
-    store_variants(own, ("client-0", "global"), {"global": ["client-0"]}, told)
+    unproven = {**ANSWER, "acceptance": "empirical"}
+    store_variants(own, "client-0", "global", bases={"global": ["client-0"]}, outcome=unproven)
     assert "unproven" not in as_json("card", own)["card"], "its own folder holds its own values"
     shutil.rmtree(own / "variants" / "global")
     assert "**unproven (empirical)**" in as_json("card", own)["card"]
     shutil.copytree(own / "variants" / "client-1", own / "variants" / "round-1")
-    store_variants(own, ("client-1", "round-1"), {"round-1": ["client-1"]}, {"outcome": {"utility_after": None}})
+    store_variants(own, "client-1", "round-1", bases={"round-1": ["client-1"]}, outcome={"utility_after": None})
     shutil.rmtree(own / "variants" / "round-1")
-    assert "private records chose its values" in refused(own, "a/b", "--variant", "round-1")
+    assert "private records chose its values" in refused("push", own, "a/b", "--variant", "round-1")
 
 
 def test_it_is_exported_whole(own, tmp_path):
-    store = store_variants(own, ("client-0",), {})
+    store = store_variants(own, "client-0")
     expected = as_json("export", own, tmp_path / "own", "--variant", "client-0")
     shutil.rmtree(own / "variants" / "client-0")
     found = as_json("export", store / "client-0", tmp_path / "stored")
@@ -248,46 +239,32 @@ def test_it_is_exported_whole(own, tmp_path):
         assert all(np.array_equal(one[name], other[name]) for name in one.keys() | other.keys()), path
 
 
-def refused(*arguments: object, code: int = 2) -> str:
-    return fedpriv("push", *arguments, code=code)[1]
-
-
-def test_what_would_be_pushed_are_the_four_files_that_load(own, tmp_path):
+def test_what_would_be_pushed_are_the_four_files_that_load(own):
     before = hub.contents(saved.find(own))
-    store = store_variants(own, ("global",), {})
+    store = store_variants(own, "global")
     shutil.rmtree(own / "variants")
     contents = hub.contents(saved.find(store))
     assert contents.keys() == before.keys()
-    folder = tmp_path / "downloaded"
-    folder.mkdir()
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    loaded = saved.load(saved.find(folder, model=str(saved.find(store).model)))
-    expected = saved.load(saved.find(store))
-    assert saved.classify(loaded, [SHORT]) == saved.classify(expected, [SHORT])
+    assert pushes(store, "", SHORT) == predicts(store, "", SHORT)
     assert json.loads(contents["fedpriv.json"]) == json.loads(before["fedpriv.json"])
     assert as_json("push", store, "a/b")["allowed"].startswith("made of releases that the ledger has paid for")
 
 
 def test_blocks_of_a_holders_variant_need_that_holders_permission(own):
-    store_variants(own, ("client-1", "client-0", "global"), {"client-0": ["client-1"], "global": ["client-0"]})
+    store_variants(own, "client-1", "client-0", "global", bases={"client-0": ["client-1"], "global": ["client-0"]})
     assert as_json("push", own, "a/b")["allowed"].startswith("made of releases"), "its own folder holds its own values"
     shutil.rmtree(own / "variants" / "global")
     for client in ("0", "1"):
-        assert f"({client}) uploaded" in refused(own, "a/b")
+        assert f"({client}) uploaded" in refused("push", own, "a/b")
         fedpriv("ledger", "permit", own / "ledger.sqlite", "--client", client, "--reason", "a letter")
     assert as_json("push", own, "a/b")["allowed"].count("a letter") == 2
 
 
 def test_a_store_that_does_not_say_how_its_variants_are_used_is_refused_in_one_line(own):
     tensors = folders.read_tensors(own / "variants" / "global")
-    layout = layout_of(tensors, 64)
     with Store(own / "store") as store:
-        store.add("old", layout, *layout.to_blocks(tensors))
-        bare = dataclasses.replace(described(saved.find(own).config, "bare"), files={})
-        store.add("bare", layout, *layout.to_blocks(tensors), described=bare)
+        add(store, "old", tensors)
+        add(store, "bare", tensors, described=dataclasses.replace(described(saved.find(own).config, "bare"), files={}))
     for name in ("old", "bare"):
         for command in (("predict", own / name, "x"), ("push", own / name, "a/b")):
-            _, message = fedpriv(*command, code=2)
-            assert "does not say how it is used" in message
-            assert message.count("\n") == 1
+            assert "does not say how it is used" in refused(*command)

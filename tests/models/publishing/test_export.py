@@ -22,6 +22,7 @@ from tests import architectures
 from tests.architectures import random_model
 from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
+from tests.failing import DISK_IS_FULL, failing
 from tests.marks import slow
 from tests.models.publishing.runs import CHAT
 from tests.served import LABELS, save_run
@@ -172,11 +173,7 @@ def test_a_folder_is_whole_or_not_there_and_never_replaced(tiny_bert, tmp_path, 
     out.mkdir()
     assert "exists; name a new folder" in fedpriv("export", run, out, code=2)[1]
     out.rmdir()
-
-    def full(*_arguments: object, **_options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(export, "save_file", failing(DISK_IS_FULL))
     assert "No space left on device" in fedpriv("export", run, out, code=1)[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 

@@ -22,6 +22,7 @@ from fedpriv.models import publishing
 from fedpriv.models.publishing import _gguf, gguf_files, saved
 from tests.chats import INST, chat_tokenizer
 from tests.cli.command_line import as_json, fedpriv
+from tests.failing import DISK_IS_FULL, failing
 from tests.marks import slow
 from tests.models.publishing.llama_restated import File, logits
 from tests.models.publishing.runs import CHAT, finished
@@ -118,19 +119,21 @@ def both(run) -> Path:
     return exported(run, run.parent / "both")
 
 
-def as_peft(run: Path, out: Path, folder: Path) -> bool:
-    """Whether the files of an export compute what peft does, and the base alone does not."""
-    base, expected = base_file(run, folder / "base"), reference(run)
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("all options", {}),
+        ("llama", {"aggregation": "fed-sb", "rank": 4}),  # r between frozen factors becomes an ordinary LoRA
+        *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in ("llama", "biased", "wide", "llama-3", "mistral")),
+    ],
+)
+def test_a_llama_and_its_lora_compute_what_peft_computes(kind, values, tmp_path):
+    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind), **values)
+    out, base = exported(run, tmp_path / "out", precision="float32"), base_file(run, tmp_path / "base")
+    expected = reference(run)
     assert gap(logits(base, TOKENS), expected) > 0.05, "the adapter does nothing"
-    found = logits(base, TOKENS, out / "adapter.gguf"), logits(out / "model.gguf", TOKENS)
-    return all(gap(each, expected) < 1e-4 for each in found)
-
-
-@pytest.mark.parametrize("kind", ["all options", *slow("llama", "biased", "wide", "llama-3", "mistral")])
-def test_a_llama_and_its_lora_compute_what_peft_computes(kind, tmp_path):
-    run = causal_run(tmp_path / "run", base_folder(tmp_path / "model", kind))
-    out = exported(run, tmp_path / "out", precision="float32")
-    assert as_peft(run, out, tmp_path)
+    assert gap(logits(base, TOKENS, out / "adapter.gguf"), expected) < 1e-4
+    assert gap(logits(out / "model.gguf", TOKENS), expected) < 1e-4
     assert File(out / "model.gguf").kinds["blk.1.ffn_up.weight"] == "F32"
 
 
@@ -260,18 +263,9 @@ def test_the_command_writes_both_or_one_and_never_half(run, tmp_path, monkeypatc
         (["--gguf", "--transformers"], "transformers, gguf"),
     ):
         assert said in fedpriv("export", run, tmp_path / "x", *options, code=2)[1]
-
-    def full(*_arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(gguf, "quantize", full)
+    monkeypatch.setattr(gguf, "quantize", failing(DISK_IS_FULL))
     assert "No space left on device" in fedpriv("export", run, tmp_path / "x", "--gguf", code=1)[1]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "x"))]
-
-
-def test_r_between_frozen_factors_is_exported_as_an_ordinary_lora(model, tmp_path):
-    run = causal_run(tmp_path / "run", model, aggregation="fed-sb", rank=4)
-    assert as_peft(run, exported(run, tmp_path / "out", precision="float32"), tmp_path)
 
 
 def test_whole_weights_become_a_whole_model_alone_and_a_classifier_none(model, tiny_bert, tmp_path):
@@ -408,9 +402,7 @@ def test_a_plain_text_begins_as_in_training_and_a_chat_as_its_template_says(begi
     assert not File(chat / "model.gguf").fields["tokenizer.ggml.add_bos_token"]
 
 
-def test_an_end_of_turn_that_is_no_end_of_text_is_noted(
-    tmp_path,
-):
+def test_an_end_of_turn_that_is_no_end_of_text_is_noted(tmp_path):
     tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.eos_token = "<s>"

@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 from fedpriv.learning.adapters import load, load_base
 from fedpriv.models.publishing import saved
 from tests.chats import chat_model
-from tests.cli.command_line import as_json, fedpriv
+from tests.cli.command_line import as_json, fedpriv, refused
 from tests.models.publishing.runs import CHAT
 from tests.served import LABELS, save_run
+from tests.stores import flip
 
 TEXTS = ["the patient has a rash", "pain in the chest today", "cough", "a knee " * 40]
 
@@ -86,9 +87,7 @@ def test_a_variant_that_was_copied_elsewhere_needs_no_run(run, loaded, tiny_bert
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(run, arguments, message, tmp_path):
-    _, err = fedpriv("predict", run, *arguments, code=2, folder=tmp_path)
-    assert message in err
-    assert err.count("\n") == 1
+    assert message in refused("predict", run, *arguments, folder=tmp_path)
 
 
 def test_what_only_looks_like_a_files_name_is_a_text_with_a_blank(run):
@@ -113,7 +112,7 @@ def test_changed_tensors_are_refused_and_restored_from_a_store_without_loss_as_t
     fedpriv("dedup", "run", copy / "variants", tmp_path / "store", "--algorithm", "lossless")
     tensors = copy / "variants" / "global" / "adapter_model.safetensors"
     before = tensors.read_bytes()
-    tensors.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    flip(tensors)
     assert "is damaged or was changed" in fedpriv("predict", copy, "x", code=2)[1]
     tensors.write_bytes(before[:-1])
     assert "cannot be read" in fedpriv("predict", copy, "x", code=2)[1]

@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,21 @@ from fedpriv.config import parse
 from fedpriv.errors import InputError
 from fedpriv.models.publishing import hub
 from fedpriv.models.publishing.saved import find
-from fedpriv.privacy.accounting.events import SubsampledGaussian, to_json
-from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.accounting.events import to_json
 from fedpriv.privacy.ledger.entries import Charge, Key
 from fedpriv.privacy.ledger.ledger import Ledger
 from server.observer import LogObserver
 from simulations.engines import federation
+from tests.cli import command_line
 from tests.cli.command_line import as_json, fedpriv
-from tests.models.publishing.runs import finished
+from tests.models.publishing.runs import RELEASE, finished
+
+refused = partial(command_line.refused, "push")
 
 
 @pytest.fixture
 def run(tiny_bert, tmp_path):
     return finished(tmp_path / "run", tiny_bert)
-
-
-def refused(*arguments: object, code: int = 2) -> str:
-    _, err = fedpriv("push", *arguments, code=code)
-    assert err.count("\n") == 1
-    return err
 
 
 def test_without_yes_it_lists_files_sizes_and_every_holders_epsilon(run):
@@ -106,11 +102,10 @@ def test_a_ledger_that_runs_share_decides_and_not_the_copy_in_the_folder(tiny_be
 
 def test_a_permission_is_for_the_run_charged_last_and_its_end_for_the_one_that_has_it(tmp_path):
     path = tmp_path / "ledger.sqlite"
-    release = Release(event=SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1), rho_bar=0.7)
 
     def charge(data_set: str, run: str, round_: int = 1) -> None:
         key = Key(run=run, client="1", round=round_, request="x")
-        ledger.charge([Charge(key=key, data_set=data_set, release=release, noise_source="secure")])
+        ledger.charge([Charge(key=key, data_set=data_set, release=RELEASE, noise_source="secure")])
 
     with Ledger(path) as ledger:
         first, second = (ledger.register("1", 100, 1e-5).id for _ in range(2))
@@ -124,9 +119,8 @@ def test_a_permission_is_for_the_run_charged_last_and_its_end_for_the_one_that_h
     assert as_json(*arguments, "--withdraw")["run"] == "both"
     for run in ("first", "last"):
         as_json(*arguments, "--run", run)
-    _, err = fedpriv(*arguments, "--withdraw", code=2)
-    assert err.count("\n") == 1
-    assert "several runs (first, last); say which with --run" in err
+    said = command_line.refused(*arguments, "--withdraw")
+    assert "several runs (first, last); say which with --run" in said
     assert as_json(*arguments, "--withdraw", "--run", "first")["run"] == "first"
     assert as_json(*arguments, "--withdraw")["run"] == "last"
 
@@ -153,16 +147,14 @@ def test_the_ledger_decides_and_not_the_summary(tiny_bert, tmp_path):
 
 
 def test_a_run_that_is_not_private_is_refused_unless_its_data_are_public(tiny_bert, tmp_path):
-    for number, (summary, reason) in enumerate(
-        (
-            ({"private": False, "epsilon_local_max": None}, "it had no noise"),
-            ({"noise_source": "seeded"}, "its noise came from a seeded generator"),
-        )
+    for summary, reason in (
+        ({"private": False, "epsilon_local_max": None}, "it had no noise"),
+        ({"noise_source": "seeded"}, "its noise came from a seeded generator"),
     ):
-        run = finished(tmp_path / f"run-{number}", tiny_bert, summary=summary)
+        run = finished(tmp_path / reason, tiny_bert, summary=summary)
         assert f"the run is not private: {reason}" in refused(run, "a/b")
         assert "public_data = false" in refused(run, "a/b", "--public-data")
-        public = finished(tmp_path / f"public-{number}", tiny_bert, summary=summary, values={"public_data": True})
+        public = finished(tmp_path / f"public {reason}", tiny_bert, summary=summary, values={"public_data": True})
         assert "--public-data allows it" in refused(public, "a/b")
         assert as_json("push", public, "a/b", "--public-data")["allowed"] == "the run's records are public"
 
@@ -255,16 +247,19 @@ class Hub:
         return 200, {"id": "clinic/letters", "private": self.is_private, "siblings": []}
 
 
-@contextmanager
-def serving(hub: Hub) -> Iterator[str]:
+@pytest.fixture
+def hub_here(monkeypatch) -> Iterator[Hub]:
+    """A hub to which the client of this process speaks."""
+    hub_ = Hub()
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length")
             body = self.rfile.read(int(length)) if length else b"".join(self._chunks())
-            self._say(*hub.answer(self.path, body))
+            self._say(*hub_.answer(self.path, body))
 
         def do_GET(self) -> None:
-            self._say(*hub.answer(self.path, b""))
+            self._say(*hub_.answer(self.path, b""))
 
         def _say(self, status: int, values: Any) -> None:
             if not status:  # the connection breaks
@@ -286,22 +281,12 @@ def serving(hub: Hub) -> Iterator[str]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.fixture
-def hub_here(monkeypatch):
-    """A hub to which the client of this process speaks."""
-    hub_ = Hub()
-    with serving(hub_) as url:
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_of_this_test")
-        yield hub_
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_this_test")
+    yield hub_
+    server.shutdown()
+    server.server_close()
 
 
 def test_yes_uploads_what_was_shown_in_one_commit(hub_here, run):

@@ -13,12 +13,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.testclient import TestClient
 
 from fedpriv.models.serving.http.app import create_app
 from fedpriv.models.serving.http.limits import RequestLimits
 from fedpriv.models.serving.http.server import Address, Server
 from fedpriv.models.serving.http.tokens import Tokens
-from tests.models.serving.fake import FakeCards
+from tests.models.serving.fake import FakeCards, FakeServing
+
+
+def client_of(
+    serving: Any = None, tokens: Path | None = None, secret: str = "", cards: Any = None, **limits: Any
+) -> TestClient:
+    """A client of the application alone, which shows this token."""
+    app = create_app(serving or FakeServing(), cards or FakeCards(), Tokens(tokens), RequestLimits(**limits))
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    return TestClient(app, base_url="http://localhost", headers=headers, raise_server_exceptions=False)
 
 
 @dataclass

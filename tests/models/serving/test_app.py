@@ -4,21 +4,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from fedpriv.models.serving.http.app import create_app
-from fedpriv.models.serving.http.limits import RequestLimits
-from fedpriv.models.serving.http.tokens import Tokens, add_new
+from fedpriv.models.serving.http.tokens import add_new
 from tests.models.serving.fake import FakeCards, FakeServing, probabilities
-
-
-def client_of(serving: Any = None, tokens: Path | None = None, secret: str = "", **limits: Any) -> TestClient:
-    app = create_app(serving or FakeServing(), FakeCards(), Tokens(tokens), RequestLimits(**limits))
-    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-    return TestClient(app, base_url="http://localhost", headers=headers, raise_server_exceptions=False)
+from tests.models.serving.running import client_of
 
 
 @pytest.fixture
@@ -185,8 +177,7 @@ def test_costs_are_computed_at_turns_of_tokens(tmp_path):
             return super().card(name)
 
     greedy, other = (add_new(file, name, ["global", "client-*"]) for name in ("greedy", "other"))
-    app = create_app(FakeServing(), Slow(), Tokens(file), RequestLimits())
-    with TestClient(app, base_url="http://localhost") as client, ThreadPoolExecutor(12) as pool:
+    with client_of(tokens=file, cards=Slow()) as client, ThreadPoolExecutor(12) as pool:
 
         def ask(secret, name):
             return client.get(f"/v1/models/{name}", headers={"Authorization": f"Bearer {secret}"}).status_code

@@ -15,7 +15,6 @@ from fedpriv.errors import InputError
 from fedpriv.models.serving.http.cards import Cards, Catalogue
 from fedpriv.models.serving.http.tokens import Tokens, add_new
 from fedpriv.models.variants import folders
-from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.composition import History, Upload
 from fedpriv.models.variants.store import Store
 from fedpriv.models.variants.stored import stored_models
@@ -26,7 +25,7 @@ from fedpriv.texts import percent_up
 from server.registry import client_ancestors, global_ancestors
 from tests.models.serving.fake import NAMES, FakeServing, words
 from tests.models.serving.running import running
-from tests.stores import damage_index, described
+from tests.stores import add, damage_index, described
 
 EVENT = SubsampledGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 DELTAS = {"A": 1e-5, "B": 1e-6}
@@ -65,13 +64,11 @@ def run(tmp_path: Path) -> Path:
 
 def store(path: Path, privacy: dict[str, dict[str, object]], bases: dict[str, list[str]], **outcome: object) -> Path:
     """A store of variants with what deduplication would have noted."""
-    tensors = {"w": np.arange(8, dtype=np.float32)}
-    layout = layout_of(tensors, 4)
     outcome = outcome or {"utility_before": 0.7, "utility_after": 0.7}
     with Store(path) as opened:
         for name, costs in privacy.items():
             provenance = {"bases": bases.get(name, []), "outcome": outcome}
-            opened.add(name, layout, *layout.to_blocks(tensors), privacy=costs, provenance=provenance)
+            add(opened, name, {"w": np.arange(8, dtype=np.float32)}, 4, privacy=costs, provenance=provenance)
     return path
 
 

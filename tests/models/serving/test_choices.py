@@ -2,13 +2,10 @@
 
 import numpy as np
 import pytest
-from starlette.testclient import TestClient
 
 from fedpriv.models.publishing import saved
-from fedpriv.models.serving.http.app import create_app
-from fedpriv.models.serving.http.limits import RequestLimits
-from fedpriv.models.serving.http.tokens import Tokens
-from tests.models.serving.fake import FakeCards, FakeServing
+from tests.models.serving.fake import FakeServing
+from tests.models.serving.running import client_of
 from tests.served import serving
 
 TEXTS = ["What is flu?", "a rash on the knee"]
@@ -23,12 +20,7 @@ def scheduler(chat_run):
 
 @pytest.fixture(scope="module")
 def client(scheduler):
-    return of(scheduler)
-
-
-def of(scheduler, **limits):
-    app = create_app(scheduler, FakeCards(), Tokens(None), RequestLimits(**limits))
-    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+    return client_of(scheduler)
 
 
 def asked(client, choices, texts=TEXTS, **more):
@@ -52,7 +44,7 @@ def test_each_choice_has_the_share_of_its_mean_likelihood(client, chat_run):
 
 
 def test_what_are_no_choices_is_refused_by_name(scheduler):
-    client = of(scheduler, max_new_tokens=20)
+    client = client_of(scheduler, max_new_tokens=20)
     for choices in (
         *(["a"], [["a", "b"], ["c"]], [["a", "b"]] * 3, ["a", " a"], ["a", "  "], [], "a"),
         *(list(map(str, range(40))), ["a", "cough " * 40], ["a", ""]),
@@ -63,7 +55,7 @@ def test_what_are_no_choices_is_refused_by_name(scheduler):
 
 
 def test_classifiers_have_labels_of_their_own_and_language_models_none(client):
-    answer = asked(of(FakeServing(task="SEQ_CLS")), ["a", "b"])
+    answer = asked(client_of(FakeServing(task="SEQ_CLS")), ["a", "b"])
     assert "choices: are for language models" in answer.json()["error"]["message"]
     assert client.post("/v1/classify", json={"model": "client-0", "input": "x"}).status_code == 400
     embedding = client.post("/v1/embeddings", json={"model": "client-0", "input": "x", "choices": ["a", "b"]})

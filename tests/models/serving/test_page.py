@@ -10,12 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 
-from fedpriv.models.serving.http.app import create_app, page_content, page_policy
-from fedpriv.models.serving.http.limits import RequestLimits
-from fedpriv.models.serving.http.tokens import Tokens
-from tests.models.serving.fake import FakeCards, FakeServing
+from fedpriv.models.serving.http.app import page_content, page_policy
+from tests.models.serving.running import client_of
 
 HERE = Path(__file__).parent
 VOID = {"meta", "link", "input", "br"}
@@ -63,8 +60,7 @@ def test_the_policy_lets_run_what_the_page_holds_and_nothing_else_and_everybody_
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
     assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
     assert "unsafe" not in page_policy()
-    app = create_app(FakeServing(), FakeCards(), Tokens(None), RequestLimits())
-    answer = TestClient(app, base_url="http://localhost").get("/")
+    answer = client_of().get("/")
     assert answer.headers["content-security-policy"] == page_policy()
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"

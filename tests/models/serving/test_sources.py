@@ -19,13 +19,13 @@ from fedpriv.models.serving._engine import Weights
 from fedpriv.models.serving.requests import Classified, Failed, ServingError
 from fedpriv.models.serving.sources import NoRoomError, VariantMemory, find
 from fedpriv.models.variants.blocks import layout_of
-from fedpriv.models.variants.composition import History, Upload
+from fedpriv.models.variants.composition import History
 from fedpriv.models.variants.folders import describe, read, read_tensors
 from fedpriv.models.variants.store import Store
-from fedpriv.privacy.accounting.events import SubsampledGaussian
 from tests.cli.command_line import fedpriv
 from tests.models.publishing.runs import store_of
 from tests.served import LABELS, ask_classes, save_run, serving
+from tests.stores import add, flip, uploads
 
 NAMES = ("global", "client-2", "client-10")
 
@@ -73,12 +73,6 @@ def test_a_store_serves_the_same_answers_as_the_files(run, tmp_path, tiny_bert):
     assert answers(run) == expected, "a variant without files of its own is in the store"
 
 
-def flip(path, place=-1, bits=0x41):
-    content = bytearray(path.read_bytes())
-    content[place] ^= bits
-    path.write_bytes(content)
-
-
 def test_a_run_answers_from_its_store_bit_for_bit_and_from_its_folders_what_that_does_not_hold(run):
     expected = answers(run)
     assert find(run).origin == str(run / "variants")
@@ -101,18 +95,14 @@ def test_a_run_answers_from_its_store_bit_for_bit_and_from_its_folders_what_that
 
 
 def test_a_variant_of_a_resumed_run_is_not_read_from_the_store_of_before(run):
-    event = SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.1)
-    uploads = [Upload(data_set="clinic", run="r", round=round_, event=event) for round_ in (1, 2, 3)]
-
     def described(name, number):
-        kept = read(run / "variants" / name)
-        return replace(kept, history=History(name=name, ancestors=frozenset(uploads[:number])), deltas={"clinic": 1e-5})
+        history = History(name=name, ancestors=uploads(number))
+        return replace(read(run / "variants" / name), history=history, deltas={"clinic": 1e-5})
 
     with Store(run / "store") as store:
         for name in NAMES:
             tensors = {key: -values for key, values in read_tensors(run / "variants" / name).items()}
-            layout = layout_of(tensors, 64)
-            store.add(name, layout, *layout.to_blocks(tensors), described=described(name, 2))
+            add(store, name, tensors, described=described(name, 2))
     for name, number in zip(NAMES, (3, 2, 1), strict=True):
         describe(run / "variants" / name, described(name, number))
     found = find(run)
@@ -120,8 +110,8 @@ def test_a_variant_of_a_resumed_run_is_not_read_from_the_store_of_before(run):
     for name, own in zip(NAMES, (True, False, False), strict=True):
         tensors = read_tensors(run / "variants" / name)
         sign = 1 if own else -1
-        assert all(torch.equal(values, sign * torch.from_numpy(tensors[key])) for key, values in
-                   found.readers[name](2**30).items())  # fmt: skip
+        served = found.readers[name](2**30)
+        assert all(torch.equal(values, sign * torch.from_numpy(tensors[key])) for key, values in served.items())
 
 
 def set_values(folder, value):
@@ -143,7 +133,7 @@ def with_other_alpha(folder):
 
 DAMAGE = {
     f"{TENSORS}: cannot be read": lambda folder: (folder / TENSORS).write_bytes(b"\x08"),
-    f"{TENSORS}: is damaged or was changed": lambda folder: flip(folder / TENSORS, -4, bits=1),
+    f"{TENSORS}: is damaged or was changed": lambda folder: flip(folder / TENSORS, -4),
     "holds 0 safetensors files": lambda folder: (folder / TENSORS).unlink(),
     "holds values that are no numbers": lambda folder: set_values(folder, np.nan),
     f"its SHA-256 is not the tensors_sha256 of {DESCRIPTION}": lambda folder: shutil.copy(

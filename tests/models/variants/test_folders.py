@@ -9,7 +9,7 @@ import pytest
 from fedpriv.errors import InputError
 from fedpriv.models.variants import folders
 from tests.foreign import planted
-from tests.stores import described
+from tests.stores import described, flip
 
 DESCRIBED = described("round-20", 2, architecture="mlp", utility=0.9)
 TENSORS = {"weight": np.arange(1, 13, dtype="f4").reshape(3, 4), "bias": np.ones(3, "f4")}
@@ -23,14 +23,8 @@ def test_a_description_reads_back_and_a_damaged_one_is_refused_by_name(tmp_path)
     tensors = folders.read_tensors(folder)
     assert all(np.array_equal(tensors[name], TENSORS[name]) for name in tensors)
     text = (folder / "variant.json").read_text()
-    for harmed in (
-        "",
-        "[]",
-        "{",
-        "{}",
-        text.replace('"version": 1', '"version": 9'),
-        text.replace("subsampled", "unknown"),
-    ):
+    other_version, other_event = text.replace('"version": 1', '"version": 9'), text.replace("subsampled", "unknown")
+    for harmed in ("", "[]", "{", "{}", other_version, other_event):
         assert harmed != text
         (folder / "variant.json").write_text(harmed)
         with pytest.raises(InputError, match=r"variant\.json: not a variant's description"):
@@ -58,9 +52,8 @@ def test_a_folder_of_links_is_written_and_what_they_lead_to_stays(tmp_path):
 def test_a_flipped_bit_is_refused_and_older_folders_and_meant_changes_are_read(tmp_path):
     folders.write(tmp_path, DESCRIBED, TENSORS)
     file, description = tmp_path / "model.safetensors", tmp_path / "variant.json"
-    original = file.read_bytes()
-    assert json.loads(description.read_text())["tensors_sha256"] == hashlib.sha256(original).hexdigest()
-    file.write_bytes(original[:-4] + bytes([original[-4] ^ 1]) + original[-3:])  # a mantissa's last bit
+    assert json.loads(description.read_text())["tensors_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    flip(file, -4)  # a mantissa's last bit
     with pytest.raises(InputError, match=r"model\.safetensors: is damaged or was changed, its SHA-256"):
         folders.read_tensors(tmp_path)
     changed = json.loads(description.read_text())

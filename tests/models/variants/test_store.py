@@ -20,9 +20,10 @@ from fedpriv.errors import InputError, StoreError
 from fedpriv.models.variants import _index
 from fedpriv.models.variants.blocks import CATALOGUE, Manifest, layout_of, rows_of
 from fedpriv.models.variants.store import CHARGES_FILE, Store
+from tests.failing import DISK_IS_FULL, failing
 from tests.foreign import linked, planted
 from tests.models.variants.test_blocks import MODELS, same_bits
-from tests.stores import damage_index
+from tests.stores import add, damage_index, flip
 
 SIZE = 16
 
@@ -35,11 +36,6 @@ def model(seed: int = 0) -> dict[str, np.ndarray]:
     return {**tensors, "bias": np.full(3, seed, "f4"), "steps": np.array(seed)}
 
 
-def add(store: Store, name: str, tensors: dict[str, np.ndarray], block_size: int = SIZE, **more) -> None:
-    layout = layout_of(tensors, block_size)
-    store.add(name, layout, *layout.to_blocks(tensors), **more)
-
-
 def replaced(tensors: dict[str, np.ndarray], position: int, value: float) -> dict[str, np.ndarray]:
     """The model with one whole block of `b` set to a value."""
     copy = tensors["b"].copy()
@@ -47,9 +43,9 @@ def replaced(tensors: dict[str, np.ndarray], position: int, value: float) -> dic
     return {**tensors, "b": copy}
 
 
-def state(path: Path) -> dict[str, bytes]:
+def files(path: Path) -> dict[Path, bytes]:
     """All files of a folder but the lock."""
-    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "lock"}
+    return {p: p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"}
 
 
 @pytest.fixture
@@ -119,18 +115,19 @@ def test_bytes_are_those_on_the_disk_and_those_without_sharing(store):
         add(store, f"m{number}", big)
     head = len('{"w": {"dtype": "F32", "shape": [1600], "data_offsets": [0, 6400]}}')
     assert store.bytes_logical == 10 * (6400 + head)
-    on_disk = sum(path.stat().st_size for path in files(store.path))
+    on_disk = sum(map(len, files(store.path).values()))
     # SQLite begins every table and index on a page of its own, and ends every content that is longer on one.
     assert store.bytes_stored <= on_disk < store.bytes_stored + 1024 * (8 + 2 * 10)
     assert store.tensor_bytes == 10 * 6400
     assert store.compression_ratio == store.bytes_stored / store.tensor_bytes < 0.5
 
 
-def mistakes(store: Store) -> dict[str, tuple]:
-    tensors = model(1)
+def test_mistakes_are_named_in_a_line_and_change_nothing(store):
+    add(store, "base", model())
+    before, tensors = files(store.path), model(1)
     layout = layout_of(tensors, SIZE)
     blocks, extras = layout.to_blocks(tensors)
-    return {
+    mistakes = {
         "'base': stored already": (store.add, "base", layout, blocks, extras),
         r"'\.\./x': a name has letters": (store.add, "../x", layout, blocks, extras),
         "blocks of 8 float32, but": (add, store, "m", tensors, 8),
@@ -143,36 +140,21 @@ def mistakes(store: Store) -> dict[str, tuple]:
         "'gone': not in .* it has base": (store.remove, "gone"),
         "'lost': not in": (store.tensors, "lost"),
     }
-
-
-def test_mistakes_are_named_in_a_line_and_change_nothing(store):
-    add(store, "base", model())
-    before = state(store.path)
-    for said, (call, *arguments) in mistakes(store).items():
+    for said, (call, *arguments) in mistakes.items():
         with pytest.raises(InputError, match=said) as raised:
             call(*arguments)
         assert "\n" not in str(raised.value)
-    assert state(store.path) == before
+    assert files(store.path) == before
     assert store.verify() == []
 
 
 def test_full_disk_leaves_the_store_as_it_was(store, monkeypatch):
     add(store, "base", model())
-    before = store.tensors("base")
-
-    def full(_file):
-        raise OSError(28, "No space left on device")
-
-    def full_database(_db):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    for owner, name, fails, said in (
-        (os, "fsync", full, "No space left on device"),
-        (_index, "commit", full_database, "database or disk is full"),
-    ):
+    before, full_database = store.tensors("base"), sqlite3.OperationalError("database or disk is full")
+    for owner, name, error in ((os, "fsync", DISK_IS_FULL), (_index, "commit", full_database)):
         with monkeypatch.context() as patched:
-            patched.setattr(owner, name, fails)
-            with pytest.raises(StoreError, match=said):
+            patched.setattr(owner, name, failing(error))
+            with pytest.raises(StoreError, match=error.args[-1]):
                 add(store, "m", model(1))
         assert store.names == ["base"]
     add(store, "m", model(1))
@@ -228,10 +210,6 @@ def found(path: Path) -> str:
         return str(error)
 
 
-def files(path: Path) -> list[Path]:
-    return sorted(p for p in path.rglob("*") if p.is_file() and p.name != "lock")
-
-
 def all_of(path: Path) -> dict[str, object]:
     """The manifests and tensors of a store's models."""
     with Store(path, read_only=True) as store:
@@ -243,8 +221,7 @@ def test_every_flipped_bit_is_found_and_put_back_it_is_sound(two):
     """But of SQLite's own bytes, most of which hold nothing: there all that the store tells is as it was."""
     generator = np.random.default_rng(0)
     expected = all_of(two)
-    for file in files(two):
-        content = file.read_bytes()
+    for file, content in files(two).items():
         held = range(len(content)) if file.name != "index.sqlite" else held_in_index(two, content)
         places = generator.choice(len(content), size=min(100, len(content)), replace=False)
         for place in (*places, *generator.choice(held, size=40)):
@@ -272,8 +249,7 @@ def held_in_index(path: Path, content: bytes) -> list[int]:
 
 def test_every_truncation_and_loss_is_found(two):
     expected = all_of(two)
-    for file in files(two):
-        content = file.read_bytes()
+    for file, content in files(two).items():
         for length in (0, 1, len(content) // 2, len(content) - 1):
             file.write_bytes(content[:length])
             # The last page of the index holds nothing but zeros at its end.
@@ -284,37 +260,31 @@ def test_every_truncation_and_loss_is_found(two):
         file.write_bytes(content)
 
 
-def flip(file: Path, place: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
+def truncate_extras(two: Path) -> None:
+    with closing(sqlite3.connect(two / "index.sqlite")) as db, db:
+        db.execute("UPDATE models SET extras = substr(extras, 1, 9) WHERE name = 'base'")
+
+
+LAST = "model 'variant', tensor 'b': 1 of its 2 blocks damaged, the first is block 5"
+FIRST = [f"model '{name}', tensor 'a': 1 of its 3 blocks damaged" for name in ("base", "variant")]
+IN_INDEX = "in index.sqlite: damaged"
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("damage", "said"),
     [
-        (("blocks.0.npy", -1), "model 'variant', tensor 'b': 1 of its 2 blocks damaged, the first is block 5"),
-        (("blocks.0.npy", 128), "model 'base', tensor 'a': 1 of its 3 blocks damaged"),
-        (("blocks.0.npy", 128), "model 'variant', tensor 'a': 1 of its 3 blocks damaged"),
-        (("models", "extras"), "model 'base', tensor 'bias': its extras in index.sqlite: damaged"),
-        (("models", "manifest", 5), "model 'base': its manifest in index.sqlite: damaged"),
-        (("catalogue", "rows"), "index.sqlite is damaged in its catalogue"),
-        (("state", "dtype", 0), "index.sqlite: damaged: its SHA-256 does not match"),
+        (lambda two: flip(two / "blocks.0.npy"), [LAST]),
+        (lambda two: flip(two / "blocks.0.npy", 128), FIRST),
+        (lambda two: damage_index(two, "models", "extras"), [f"model 'base', tensor 'bias': its extras {IN_INDEX}"]),
+        (truncate_extras, [f"model 'base': its extras {IN_INDEX}", "holds 'bias', 'steps'"]),
+        (lambda two: damage_index(two, "models", "manifest", 5), [f"model 'base': its manifest {IN_INDEX}"]),
+        (lambda two: damage_index(two, "catalogue", "rows"), ["index.sqlite is damaged in its catalogue"]),
+        (lambda two: damage_index(two, "state", "dtype", 0), ["index.sqlite: damaged: its SHA-256 does not match"]),
     ],
 )
-def test_damage_is_named_with_model_and_tensor(two, place, said):
-    if place[0] == "blocks.0.npy":
-        flip(two / "blocks.0.npy", place[1])
-    else:
-        damage_index(two, *place)
-    assert said in found(two)
-
-
-def test_truncated_extras_are_named_with_all_that_they_hold(two):
-    with closing(sqlite3.connect(two / "index.sqlite")) as db, db:
-        db.execute("UPDATE models SET extras = substr(extras, 1, 9) WHERE name = 'base'")
-    assert "model 'base': its extras in index.sqlite: damaged" in found(two)
-    assert "holds 'bias', 'steps'" in found(two)
+def test_damage_is_named_with_model_and_tensor(two, damage, said):
+    damage(two)
+    assert all(each in found(two) for each in said)
 
 
 def test_a_stranger_s_manifest_that_no_store_writes_is_refused_in_one_line(two):
@@ -347,7 +317,7 @@ def test_a_manifest_that_unpacks_to_more_than_an_index_holds_is_refused(two, mon
 
 
 def test_damaged_model_is_not_restored_and_the_other_one_is(two):
-    flip(two / "blocks.0.npy", -1)
+    flip(two / "blocks.0.npy")
     with Store(two) as store:
         with pytest.raises(StoreError, match="model 'variant', tensor 'b'"):
             store.tensors("variant")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from fedpriv.models.variants import _index
-from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.store import Store
+from tests.stores import add
 
 KILLS = 60
 KILLS_OF_A_STORE = 6
@@ -112,8 +112,7 @@ def change(store: Store, state: State, after: State) -> None:
     for name in state.keys() - after.keys():
         store.remove(name)
     for name in after.keys() - state.keys():
-        layout = layout_of(model(after[name]), 256)
-        store.add(name, layout, *layout.to_blocks(model(after[name])))
+        add(store, name, model(after[name]), 256)
     if after == state:
         store.compact()
 
