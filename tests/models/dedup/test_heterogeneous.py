@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.models.dedup.pipeline import deduplicate
-from fedpriv.models.dedup.planning import DedupSettings
+from fedpriv.models.dedup import DedupSettings, deduplicate
 from fedpriv.models.dedup.validation import PrivateRecords, proof_records
+from fedpriv.models.variants import Described, Store
 from fedpriv.models.variants.composition import History
-from fedpriv.models.variants.folders import Described
-from fedpriv.models.variants.store import Store
-from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import PureEpsilon
+from fedpriv.privacy.accounting import PureEpsilon, epsilon_of
 from tests.marks import slow
 from tests.models.dedup.test_pipeline import NetworkEvaluator, privately
 from tests.stores import EVENT, described, uploads

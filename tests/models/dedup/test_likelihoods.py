@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,11 @@ from fedpriv.learning.adapters._locations import BUNDLED_LANGUAGE_MODEL
 from fedpriv.learning.data.records import Item
 from fedpriv.learning.training.evaluation import evaluate
 from fedpriv.learning.training.workbench import Workbench, workbench
-from fedpriv.models.dedup import DedupSettings
+from fedpriv.models.dedup import DedupSettings, deduplicate
 from fedpriv.models.dedup.adapter_variants import AdapterEvaluator
-from fedpriv.models.dedup.pipeline import deduplicate
 from fedpriv.models.dedup.validation import PublicValidation, loss_limit, proof_records
-from fedpriv.models.variants import folders
+from fedpriv.models.variants import Store, folders
 from fedpriv.models.variants.composition import History
-from fedpriv.models.variants.store import Store
 from tests.cli.command_line import as_json, fedpriv
 from tests.simulations.test_run import causal_folder
 from tests.stores import described, uploads
@@ -115,20 +112,12 @@ PLACES = (
 )
 QUESTION = "What is influenza?"
 NAMES = [*(f"client-{k}" for k in range(4)), "global"]
-
-
-def questions() -> Iterator[tuple[str, str, str]]:
-    """(clinic, question, answer)."""
-    for clinic, (disease, answer) in enumerate(DISEASES.items()):
-        for place in PLACES:
-            for form in FORMS:
-                yield str(clinic), place + form.format(disease), answer
-
-
-def write(path: Path, rows: list[tuple[str, str, str]]) -> Path:
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("clinic", "question", "answer"), *rows])
-    return path
+ROWS = [
+    (clinic, place + form.format(disease), answer)
+    for clinic, (disease, answer) in enumerate(DISEASES.items())
+    for place in PLACES
+    for form in FORMS
+]
 
 
 def train(bench: Workbench, items: list[Item], num_steps: int) -> dict[str, np.ndarray]:
@@ -151,9 +140,12 @@ def train(bench: Workbench, items: list[Item], num_steps: int) -> dict[str, np.n
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder, rows = tmp_path_factory.mktemp("table"), list(questions())
-    values = {"model": BUNDLED_LANGUAGE_MODEL, "data": str(write(folder / "own.csv", rows[::2])), "public_data": True}
-    values |= {"test_data": str(write(folder / "test.csv", rows[1::2])), "client_column": "clinic"}
+    folder = tmp_path_factory.mktemp("table")
+    for name, rows in (("own", ROWS[::2]), ("test", ROWS[1::2])):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("clinic", "question", "answer"), *rows])
+    values = {"model": BUNDLED_LANGUAGE_MODEL, "data": str(folder / "own.csv"), "public_data": True}
+    values |= {"test_data": str(folder / "test.csv"), "client_column": "clinic"}
     values |= {"prompt_column": "question", "response_column": "answer", "max_length": 96, "base_dtype": "float32"}
     return parse({**values, "layers": "last-4", "rank": 16, "aggregation": "dp-lora", "factors": "weights"})
 

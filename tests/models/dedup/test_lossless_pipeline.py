@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from fedpriv.errors import InputError
-from fedpriv.models.dedup.pipeline import deduplicate
-from fedpriv.models.dedup.planning import DedupSettings
+from fedpriv.models.dedup import DedupSettings, deduplicate
 from fedpriv.models.variants.store import Store
 from fedpriv.models.variants.stored import kept_for_others
 from tests.models.variants.test_blocks import same_bits

@@ -13,14 +13,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from fedpriv.errors import InputError
-from fedpriv.models.dedup import _blocks, saliency
-from fedpriv.models.dedup.pipeline import deduplicate
+from fedpriv.models.dedup import _blocks, deduplicate, saliency
 from fedpriv.models.dedup.planning import DedupSettings, plan, search_memory
 from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords, loss_limit, proof_records
-from fedpriv.models.variants import folders
+from fedpriv.models.variants import Described, Store, folders
 from fedpriv.models.variants.composition import History
-from fedpriv.models.variants.folders import Described
-from fedpriv.models.variants.store import Store
 from fedpriv.privacy.accounting.accountants import epsilon_of as epsilon
 from fedpriv.privacy.accounting.events import PureEpsilon, SubsampledGaussian
 from fedpriv.privacy.mechanisms.sources import SeededSource
@@ -278,17 +275,14 @@ def test_under_cross_a_bases_own_validation_is_its_targets_too(described, dedup)
         assert outcomes[name].epsilon_after == pytest.approx(epsilon(events, 1e-5).epsilon, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_options_that_the_search_does_not_take_are_no_settings():
+    for changes, said in (
         ({"options": {"min_batch": 0}}, "min_batch = 0: must be a whole number >= 1"),
         ({"options": {"speed": 1}}, "option = 'speed': drd knows"),
         ({"algorithm": "magic"}, "algorithm = 'magic': known are drd, dred, greedy, mcts, dedup, mistique"),
-    ],
-)
-def test_options_that_the_search_does_not_take_are_no_settings(changes, said):
-    with pytest.raises(InputError, match=said):
-        replace(SETTINGS, **changes)
+    ):
+        with pytest.raises(InputError, match=said):
+            replace(SETTINGS, **changes)
 
 
 def test_what_cannot_be_stored_is_refused_while_the_store_is_untouched(described, trained, tmp_path):

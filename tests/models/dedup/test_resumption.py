@@ -17,8 +17,7 @@ from fedpriv.models.dedup.planning import DedupSettings, ValidationCharge, add_c
 from fedpriv.models.dedup.validation import PrivateQueries, PrivateRecords
 from fedpriv.models.dedup.work import Outcome, Progress, ProgressWatch
 from fedpriv.models.variants.store import Store
-from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import PureEpsilon
+from fedpriv.privacy.accounting import PureEpsilon, epsilon_of
 from fedpriv.privacy.mechanisms.sources import SeededSource
 from tests.stores import content_of, described
 

@@ -10,8 +10,7 @@ import pytest
 from scipy.signal import fftconvolve
 from scipy.stats import binom, chi2, chisquare, multinomial, poisson
 
-from fedpriv.models.dedup import validation
-from fedpriv.models.dedup.algorithms import ALGORITHMS
+from fedpriv.models.dedup import ALGORITHMS, validation
 from fedpriv.models.dedup.validation import (
     CONFIDENCE,
     PrivateQueries,
@@ -282,20 +281,17 @@ class Likelihoods(Answers):
     utility = "log likelihood"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_what_cannot_run_is_refused_before_it_is_charged():
+    for change, message in (
         ({"epsilon": 0.0}, "epsilon"),
         ({"bound": -1.0}, "utility_bound"),
         ({"of": Likelihoods}, "accuracy"),
         ({"cutoff": 0}, "cutoff = 0"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_it_is_charged(change, message):
-    charged = []
-    with pytest.raises(ValueError, match=message):
-        private(charge=charged.append, **change)
-    assert charged == []
+    ):
+        charged = []
+        with pytest.raises(ValueError, match=message):
+            private(charge=charged.append, **change)
+        assert charged == []
 
 
 def test_private_records_that_the_noise_hides_are_too_few():

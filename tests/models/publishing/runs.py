@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedpriv.config import parse, to_toml
-from fedpriv.models.variants import folders
-from fedpriv.models.variants.blocks import layout_of
-from fedpriv.models.variants.store import Store
-from fedpriv.privacy.accounting.events import SubsampledGaussian
-from fedpriv.privacy.accounting.views import Release
+from fedpriv.models.variants import Store, folders, layout_of
+from fedpriv.privacy.accounting import Release, SubsampledGaussian
 from fedpriv.privacy.ledger.ledger import Ledger
 from tests.cli.inputs import charge
 from tests.served import save_run

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 from huggingface_hub import ModelCard
 
-from fedpriv.models.publishing import card
-from fedpriv.models.publishing.card import markdown
-from fedpriv.models.publishing.saved import find
+from fedpriv.models.publishing import card, find, markdown
 from fedpriv.runs import RunFolder
 from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv

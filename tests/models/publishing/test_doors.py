@@ -21,8 +21,7 @@ from fedpriv.learning import adapters
 from fedpriv.models.publishing import hub, saved
 from fedpriv.models.publishing.export import export
 from fedpriv.models.serving.scheduler import open_serving
-from fedpriv.models.variants import folders
-from fedpriv.models.variants.store import Store
+from fedpriv.models.variants import Store, folders
 from tests import architectures
 from tests.cli.command_line import as_json, fedpriv, refused
 from tests.models.publishing.runs import finished, store_of

@@ -69,9 +69,8 @@ def test_a_variant_that_was_copied_elsewhere_needs_no_run(run, loaded, tiny_bert
     assert found["probabilities"] == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_is_wrong_is_told_in_one_line(run, tmp_path):
+    for arguments, message in (
         (("x", "--variant", "../global"), "variant = '../global': "),
         (("x", "--model", "/nowhere"), "model = '/nowhere': no such folder"),
         (("missing.csv",), "FILE = 'missing.csv': no such file"),
@@ -84,10 +83,8 @@ def test_a_variant_that_was_copied_elsewhere_needs_no_run(run, loaded, tiny_bert
         (("/dev/null",), "FILE = '/dev/null': is no regular file"),
         ((" ",), "TEXT = ' ': is empty"),
         (("missing.csv", "--out", "answers/y.csv"), "out = 'answers/y.csv': answers is no folder; make it first"),
-    ],
-)
-def test_what_is_wrong_is_told_in_one_line(run, arguments, message, tmp_path):
-    assert message in refused("predict", run, *arguments, folder=tmp_path)
+    ):
+        assert message in refused("predict", run, *arguments, folder=tmp_path)
 
 
 def test_what_only_looks_like_a_files_name_is_a_text_with_a_blank(run):

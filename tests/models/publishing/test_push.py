@@ -16,11 +16,9 @@ from huggingface_hub import constants
 
 from fedpriv.config import parse
 from fedpriv.errors import InputError
-from fedpriv.models.publishing import hub
-from fedpriv.models.publishing.saved import find
+from fedpriv.models.publishing import find, hub
 from fedpriv.privacy.accounting.events import to_json
-from fedpriv.privacy.ledger.entries import Charge, Key
-from fedpriv.privacy.ledger.ledger import Ledger
+from fedpriv.privacy.ledger import Charge, Key, Ledger
 from server.observer import LogObserver
 from simulations.engines import federation
 from tests.cli import command_line

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,11 @@ class Attacker:
         if self._rng.random() < 0.3:
             body = {"model": "global", "prompt": ["x"] * 1000}
         if self._rng.random() < 0.3:
-            return self._chunked("too_long", json.dumps(body).encode())
+            head = self._head("POST", POSTS[0], [b"Content-Type: application/json", b"Transfer-Encoding: chunked"])
+            text, size = json.dumps(body).encode(), 50_000
+            parts = [text[start : start + size] for start in range(0, len(text), size)]
+            chunks = b"".join(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in parts) + b"0\r\n\r\n"
+            return Hostile(kind="too_long", pieces=(head + chunks,))
         return self._post("too_long", json.dumps(body).encode(), POSTS[0])
 
     def strange_name(self) -> Hostile:
@@ -129,10 +134,8 @@ class Attacker:
         return self._get("wrong_method", self._pick((*ROUTES, "/", "/health")), method=method)
 
     def wrong_type(self) -> Hostile:
-        kinds = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "json")
-        kind = self._pick(kinds)
-        extra = self._pick(([], [b"Content-Type: application/json"]))
-        headers = [f"Content-Type: {kind}".encode(), *extra]
+        kinds = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data; boundary=x", b"", b"json")
+        headers = [b"Content-Type: " + self._pick(kinds), *self._pick(([], [b"Content-Type: application/json"]))]
         if self._rng.random() < 0.3:
             headers = [b"Content-Type: application/json", b"Content-Encoding: gzip"]
         return self._post("wrong_type", b'{"model":"global","prompt":"x"}', headers=headers)
@@ -199,13 +202,6 @@ class Attacker:
         length = f"Content-Length: {len(body)}".encode()
         return Hostile(kind=kind, pieces=(self._head("POST", path or self._pick(POSTS), [*headers, length]) + body,))
 
-    def _chunked(self, kind: str, body: bytes) -> Hostile:
-        headers = [b"Content-Type: application/json", b"Transfer-Encoding: chunked"]
-        size = 50_000
-        parts = [body[start : start + size] for start in range(0, len(body), size)]
-        chunks = b"".join(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in parts) + b"0\r\n\r\n"
-        return Hostile(kind=kind, pieces=(self._head("POST", POSTS[0], headers) + chunks,))
-
     def _get(self, kind: str, target: str, headers: Sequence[bytes] | None = None, method: str = "GET") -> Hostile:
         return Hostile(kind=kind, pieces=(self._head(method, target, headers),))
 
@@ -229,8 +225,9 @@ def ask(address: tuple[str, int], hostile: Hostile, trust: ssl.SSLContext, timeo
             connection.settimeout(hostile.pause or timeout)
             for piece in hostile.pieces:
                 connection.sendall(piece)
-                if hostile.pause and (early := _received(connection)):
-                    return _answer(early, connection, timeout)
+                with suppress(TimeoutError):
+                    if hostile.pause and (early := connection.recv(65536)):
+                        return _answer(early, connection, timeout)
             if hostile.ends:
                 connection.unwrap()
                 return 0, b""
@@ -239,21 +236,11 @@ def ask(address: tuple[str, int], hostile: Hostile, trust: ssl.SSLContext, timeo
         return _answer(b"", connection, timeout, has_body=not hostile.pieces[0].startswith(b"HEAD"))
 
 
-def _received(connection: socket.socket) -> bytes:
-    """What has come within the connection's time."""
-    try:
-        return connection.recv(65536)
-    except TimeoutError:
-        return b""
-
-
 def _answer(data: bytes, connection: socket.socket, timeout: float, has_body: bool = True) -> tuple[int, bytes]:
     connection.settimeout(timeout)
-    try:
+    with suppress(ConnectionResetError, TimeoutError, ssl.SSLError):
         while not _is_complete(data, has_body) and (more := connection.recv(65536)):
             data += more
-    except (ConnectionResetError, TimeoutError, ssl.SSLError):
-        pass
     head, _, body = data.partition(b"\r\n\r\n")
     parts = head.split(b" ", 2)
     return (int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0), body

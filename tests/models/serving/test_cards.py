@@ -14,13 +14,9 @@ import pytest
 from fedpriv.errors import InputError
 from fedpriv.models.serving.http.cards import Cards, Catalogue
 from fedpriv.models.serving.http.tokens import Tokens, add_new
-from fedpriv.models.variants import folders
+from fedpriv.models.variants import Store, folders, stored_models
 from fedpriv.models.variants.composition import History, Upload
-from fedpriv.models.variants.store import Store
-from fedpriv.models.variants.stored import stored_models
-from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import Event, SubsampledGaussian
-from fedpriv.privacy.accounting.risk import risk_of
+from fedpriv.privacy.accounting import Event, SubsampledGaussian, epsilon_of, risk_of
 from fedpriv.texts import percent_up
 from server.registry import client_ancestors, global_ancestors
 from tests.models.serving.fake import NAMES, FakeServing, words

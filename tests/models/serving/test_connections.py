@@ -5,11 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +16,7 @@ from fedpriv.models.serving.http.refusals import RefusalError
 from fedpriv.models.serving.http.tokens import Tokens, add_new
 from fedpriv.models.serving.requests import BusyError, Classify
 from tests.models.serving.fake import FakeServing
-from tests.models.serving.running import Running, running
+from tests.models.serving.running import running
 from tests.served import eventually
 
 GOOD = {"model": "global", "prompt": "x", "max_tokens": 2}
@@ -86,18 +82,11 @@ def test_a_client_that_hangs_up_cancels_what_it_asked(stream):
         assert eventually(serving.tickets[0].cancelled.is_set)
 
 
-@contextmanager
-def two_tokens(folder: Path, serving: FakeServing, **limits: Any) -> Iterator[tuple[Running, list[dict[str, str]]]]:
-    """A server, and the headers of two callers."""
-    file = folder / "tokens.toml"
-    headers = [{"Authorization": f"Bearer {add_new(file, name, ['*'])}"} for name in ("greedy", "modest")]
-    with running(serving, tokens=Tokens(file), limits=RequestLimits(**{"drain_seconds": 5, **limits})) as server:
-        yield server, headers
-
-
 def test_one_caller_s_many_texts_hold_up_no_other_s_nor_the_end(tmp_path):
-    go, serving = threading.Semaphore(0), FakeServing()
-    with two_tokens(tmp_path, serving, drain_seconds=0.5) as (server, (greedy, modest)), ThreadPoolExecutor(17) as pool:
+    go, serving, file = threading.Semaphore(0), FakeServing(), tmp_path / "tokens.toml"
+    greedy, modest = ({"Authorization": f"Bearer {add_new(file, name, ['*'])}"} for name in ("greedy", "modest"))
+    limits = RequestLimits(drain_seconds=0.5)
+    with running(serving, tokens=Tokens(file), limits=limits) as server, ThreadPoolExecutor(17) as pool:
         encode = serving.encode
         serving.encode = lambda text: go.acquire(timeout=60) and () if "long" in text else encode(text)
         address = f"{server.url}/v1/completions"

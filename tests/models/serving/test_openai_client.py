@@ -1,7 +1,6 @@
 """OpenAI's own client, as it is, talks to a real server."""
 
 import re
-from collections.abc import Iterator
 
 import openai
 import pytest
@@ -14,24 +13,21 @@ ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": 
 
 
 @pytest.fixture(scope="module")
-def engine() -> FakeServing:
+def engine():
     return FakeServing(damaged=("client-1",))
 
 
 @pytest.fixture(scope="module")
-def clients(
-    engine: FakeServing, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[openai.OpenAI, openai.OpenAI]]:
+def clients(engine, tmp_path_factory):
     """Two of one server, with a token each."""
     file = tmp_path_factory.mktemp("tokens") / "tokens.toml"
     secrets = [add_new(file, name, ["global", "client-*"]) for name in ("clinic", "practice")]
     with running(engine, tokens=Tokens(file)) as server:
-        first, second = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=each, max_retries=0) for each in secrets)
-        yield first, second
+        yield [openai.OpenAI(base_url=f"{server.url}/v1", api_key=each, max_retries=0) for each in secrets]
 
 
 @pytest.fixture(scope="module")
-def client(clients: tuple[openai.OpenAI, openai.OpenAI]) -> openai.OpenAI:
+def client(clients):
     return clients[0]
 
 
@@ -134,9 +130,8 @@ def test_the_draw_is_as_it_was_asked_for(client, engine):
     assert (last.top_k, last.presence_penalty, last.num_alternatives) == (0, 0, None)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
+def test_a_refusal_names_the_parameter_its_value_and_the_limit_in_one_line(client):
+    for wrong, says in (
         ({"presence_penalty": 2.5}, "presence_penalty = 2.5: must be less than or equal to 2."),
         ({"frequency_penalty": -3}, "frequency_penalty = -3: must be greater than or equal to -2."),
         ({"stop": list("abcde")}, "stop has 5 entries: at most 4."),
@@ -157,13 +152,11 @@ def test_the_draw_is_as_it_was_asked_for(client, engine):
         ({"extra_body": {"min_p": False}}, "'min_p': this server does not know it; leave it out."),
         ({"max_tokens": 257}, "max_tokens = 257: at most 256 here."),
         ({"prompt": []}, "prompt: must have at least 1 item after validation, not 0."),
-    ],
-)
-def test_a_refusal_names_the_parameter_its_value_and_the_limit_in_one_line(client, wrong, says):
-    with pytest.raises(openai.BadRequestError) as refused:
-        complete(client, **wrong)
-    assert refused.value.body["message"] == says
-    assert re.match(f"'?{refused.value.param}[ :']", says)
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            complete(client, **wrong)
+        assert refused.value.body["message"] == says
+        assert re.match(f"'?{refused.value.param}[ :']", says)
 
 
 def test_n_answers_and_log_probabilities_count_as_inputs_of_a_token(clients, engine, monkeypatch):

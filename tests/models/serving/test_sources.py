@@ -18,10 +18,9 @@ from fedpriv.models.serving import requests, sources
 from fedpriv.models.serving._engine import Weights
 from fedpriv.models.serving.requests import Classified, Failed, ServingError
 from fedpriv.models.serving.sources import NoRoomError, VariantMemory, find
-from fedpriv.models.variants.blocks import layout_of
+from fedpriv.models.variants import Store, layout_of
 from fedpriv.models.variants.composition import History
 from fedpriv.models.variants.folders import describe, read, read_tensors
-from fedpriv.models.variants.store import Store
 from tests.cli.command_line import fedpriv
 from tests.models.publishing.runs import store_of
 from tests.served import LABELS, ask_classes, save_run, serving

@@ -68,9 +68,8 @@ def test_a_file_that_others_can_open_is_refused(file):
 DIGEST = "0" * 64
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_a_file_that_is_wrong_is_refused_in_one_line(file):
+    for text, says in (
         ("[[token]", "not valid TOML"),
         ("token = 7", "tables and nothing else"),
         ("[[tokens]]", "tables and nothing else"),
@@ -82,14 +81,12 @@ DIGEST = "0" * 64
         ("[[token]]\nname='a'\nsha256='abc'\nvariants=['*']", "64 hexadecimal digits"),
         (f"[[token]]\nname='a b'\nsha256='{DIGEST}'\nvariants=['*']", "must be letters"),
         (f"[[token]]\nname='a'\nsha256='{DIGEST}'\nvariants=[]\n" * 2, "two tokens have 'a'"),
-    ],
-)
-def test_a_file_that_is_wrong_is_refused_in_one_line(file, text, says):
-    file.write_text(text)
-    file.chmod(0o600)
-    with pytest.raises(InputError, match=says) as refused:
-        read(file)
-    assert "\n" not in str(refused.value)
+    ):
+        file.write_text(text)
+        file.chmod(0o600)
+        with pytest.raises(InputError, match=says) as refused:
+            read(file)
+        assert "\n" not in str(refused.value)
 
 
 def test_tokens_are_read_again_and_a_wrong_file_changes_nothing(file):

@@ -64,37 +64,31 @@ def test_tensors_share_memory_with_their_blocks():
 BASE = {"a": np.zeros((2, 2), "f4"), "b": np.zeros(3, "f4")}
 
 
-@pytest.mark.parametrize(
-    ("other", "block_size", "said"),
-    [
+def test_comparison_names_the_first_difference():
+    for other, block_size, said in (
         ({"b": BASE["b"] + 1, "a": BASE["a"] - 1}, 2, None),
         ({"a": BASE["a"]}, 2, "tensor 'b' float32 [3] is missing"),
         ({**BASE, "c": BASE["b"]}, 2, "tensor 'c' float32 [3] is one too many"),
         ({**BASE, "a": np.zeros(4, "f4")}, 2, "tensor 'a' float32 [4] instead of 'a' float32 [2, 2]"),
         ({**BASE, "b": np.zeros(3, "f2")}, 2, "tensor 'b' float16 [3] instead of 'b' float32 [3]"),
         (BASE, 3, "block_size = 3 instead of 2"),
-    ],
-)
-def test_comparison_names_the_first_difference(other, block_size, said):
-    layout, found = layout_of(BASE, 2), layout_of(other, block_size)
-    assert layout.difference(found) == said
-    assert (layout == found) == (said is None)
+    ):
+        layout, found = layout_of(BASE, 2), layout_of(other, block_size)
+        assert layout.difference(found) == said
+        assert (layout == found) == (said is None)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
+def test_mistakes_are_named():
+    for call, said in (
         (lambda: layout_of(BASE, 0), "block_size = 0"),
         (lambda: layout_of({"w": np.zeros(2, ">f4")}, 2), "tensor 'w': values of type >f4"),
         (lambda: layout_of({"w": np.array(["text"])}, 2), "tensor 'w': values of type <U4"),
         (lambda: layout_of(BASE, 2).to_blocks({"a": BASE["a"]}), "tensor 'b' float32"),
         (lambda: layout_of(BASE, 2).from_blocks(np.zeros((3, 2), "f4"), {}), r"float32 \[3, 2\]"),
         (lambda: layout_of(BASE, 4).from_blocks(np.zeros((1, 4), "f4"), {}), "extras: tensor 'b'"),
-    ],
-)
-def test_mistakes_are_named(call, said):
-    with pytest.raises(InputError, match=said):
-        call()
+    ):
+        with pytest.raises(InputError, match=said):
+            call()
 
 
 def test_a_block_size_fits_the_model():

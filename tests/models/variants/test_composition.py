@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from fedpriv.models.variants import composition
 from fedpriv.models.variants.composition import Guarantee, History, Upload, publication_cost, uploads_of
-from fedpriv.privacy.accounting.accountants import epsilon_of
-from fedpriv.privacy.accounting.events import EpsilonDelta, PureEpsilon, SubsampledGaussian
-from fedpriv.privacy.accounting.views import Release
+from fedpriv.privacy.accounting import EpsilonDelta, PureEpsilon, Release, SubsampledGaussian, epsilon_of
 from fedpriv.privacy.ledger.entries import Key
 from server.registry import client_ancestors, global_ancestors
 from tests.marks import slow
@@ -267,18 +265,15 @@ def test_uploads_of_the_ledger_keep_their_keys_apart():
 CONTRADICTED = History(name="x", ancestors=frozenset({Upload(data_set="a", run="run", round=1, event=gaussian(9))}))
 
 
-@pytest.mark.parametrize(
-    ("others", "deltas", "message"),
-    [
+def test_what_has_no_answer_is_refused():
+    for others, deltas, message in (
         ([], {"a": DELTA}, "none for data set b"),
         ([], DELTAS | {"b": 0.0}, "delta"),
         ([History(name="global-1", ancestors=frozenset(UPLOADS))], DELTAS, "two different"),
         ([CONTRADICTED], DELTAS, "two uploads"),
-    ],
-)
-def test_what_has_no_answer_is_refused(others, deltas, message):
-    with pytest.raises(ValueError, match=message):
-        publication_cost([VARIANTS["global", 1], *others], deltas)
+    ):
+        with pytest.raises(ValueError, match=message):
+            publication_cost([VARIANTS["global", 1], *others], deltas)
 
 
 @pytest.mark.parametrize("others", [[], [VARIANTS["global", 1]]], ids=["alone", "beside a known one"])

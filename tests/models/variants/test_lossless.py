@@ -6,11 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.errors import InputError, StoreError
-from fedpriv.models.variants import lossless
+from fedpriv.models.variants import Store, layout_of, lossless
 from fedpriv.models.variants import store as store_module
-from fedpriv.models.variants.blocks import layout_of
 from fedpriv.models.variants.lossless import Reference, best_reference, sample
-from fedpriv.models.variants.store import Store
 from tests.models.variants.test_blocks import MODELS, same_bits
 from tests.stores import basis_sizes, damage_index
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpriv.models.variants import _index
-from fedpriv.models.variants.store import Store
+from fedpriv.models.variants import Store, _index
 from tests.stores import add
 
 KILLS = 60
