@@ -56,16 +56,10 @@ def variant(name, epsilon, bound=1.0, data="D", **changes):
 
 def scenario(name, bound=None):
     epsilons, own = SCENARIOS[name]
+    data = [f"{name}-{place}" if name == "A3" else name for place in range(len(epsilons))]
     return [
-        variant(
-            f"{name}-{epsilon}",
-            epsilon,
-            bound or own,
-            f"{name}-{place}" if name == "A3" else name,
-            utility=0.5 + place / 100,
-            tags=frozenset({name}),
-        )
-        for place, epsilon in enumerate(epsilons)
+        variant(f"{name}-{e}", e, bound or own, data[place], utility=0.5 + place / 100, tags=frozenset({name}))
+        for place, e in enumerate(epsilons)
     ]
 
 

@@ -45,14 +45,11 @@ def evaluator(small_run, tiny_bert, tmp_path_factory) -> AdapterEvaluator:
 def variants(evaluator):
     """Two adapters of one model: the second one answers otherwise, and by right tokens no worse."""
     generator = torch.Generator().manual_seed(1)
-    first, second = (
-        {
-            name: (scale * torch.randn(parameter.shape, generator=generator)).numpy()
-            for name, parameter in evaluator.parameters.items()
-        }
-        for scale in (0.02, 1.2)
-    )
-    return {"global": first, "round-1": second}
+    shapes = {name: parameter.shape for name, parameter in evaluator.parameters.items()}
+    return {
+        variant: {name: (scale * torch.randn(shape, generator=generator)).numpy() for name, shape in shapes.items()}
+        for variant, scale in (("global", 0.02), ("round-1", 1.2))
+    }
 
 
 def test_it_is_minus_the_logarithm_of_each_responses_perplexity(evaluator, variants):

@@ -330,12 +330,8 @@ class Drops(Answers):
 
 
 SEARCHED, EPSILON = 6, 1.5
-FORMS = {
-    positions: number
-    for number, positions in enumerate(
-        frozenset(few) for num in range(SEARCHED + 1) for few in combinations(range(SEARCHED), num)
-    )
-}
+SUBSETS = [frozenset(few) for num in range(SEARCHED + 1) for few in combinations(range(SEARCHED), num)]
+FORMS = {positions: number for number, positions in enumerate(SUBSETS)}
 
 
 def walked(search, answers: tuple[bool, ...], cutoff: int):

@@ -12,6 +12,7 @@ from fedpriv.config import parse, to_toml
 from fedpriv.models.variants import Store, folders, layout_of
 from fedpriv.privacy.accounting import Release, SubsampledGaussian
 from fedpriv.privacy.ledger.ledger import Ledger
+from tests.chats import chat_model
 from tests.cli.inputs import charge
 from tests.served import save_run
 
@@ -24,6 +25,12 @@ CHAT |= {"max_length": 128, "max_new_tokens": 8}
 # Keys on which no variant depends, and the variants that were saved for all others, which are copied.
 OF_THE_RUN = ("ledger", "public_data", "budget_epsilon", "target_epsilon")
 SAVED, SAVED_AT = dict[str, Path](), tempfile.TemporaryDirectory()
+
+
+def chat_run(folder: Path, **values: object) -> Path:
+    """A run of a small language model in a folder, with a random variant."""
+    base = {"model": str(chat_model(folder / "model")), "data": "x.csv"}
+    return save_run(folder / "run", base | CHAT | values, ("global",), scale=0.5)
 
 
 def store_of(

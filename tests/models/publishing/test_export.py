@@ -20,11 +20,10 @@ from fedpriv.learning import adapters
 from fedpriv.models.publishing import export, saved
 from tests import architectures
 from tests.architectures import random_model
-from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv
 from tests.failing import DISK_IS_FULL, failing
 from tests.marks import slow
-from tests.models.publishing.runs import CHAT
+from tests.models.publishing.runs import chat_run
 from tests.served import LABELS, save_run
 
 TEXTS = ["the patient has a rash", "pain in the chest today", "", "a knee cough " * 40]
@@ -86,13 +85,8 @@ def encoder_run(
     return save_run(folder / "run", values, ("global",))
 
 
-def causal_run(instructs: bool, folder: Path) -> Path:
-    values = {"model": str(chat_model(folder / "model")), "data": "x.csv", **CHAT}
-    if instructs:
-        values |= {"system_prompt": 'Say "it" kindly \U0001f642', "prompt_template": "Q: {}\nIn one word?"}
-    else:
-        values |= {"prompt_column": "", "response_column": ""}
-    return save_run(folder / "run", values, ("global",), scale=0.5)
+INSTRUCTS = {"system_prompt": 'Say "it" kindly \U0001f642', "prompt_template": "Q: {}\nIn one word?"}
+PLAIN = {"prompt_column": "", "response_column": ""}
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert", *slow("roberta")])
@@ -156,7 +150,7 @@ def test_a_class_of_transformers_with_other_weights_gives_the_models_probabiliti
 
 
 def test_an_exported_language_model_answers_alike(tmp_path):
-    run, out = causal_run(True, tmp_path), tmp_path / "out"
+    run, out = chat_run(tmp_path, **INSTRUCTS), tmp_path / "out"
     assert as_json("export", run, out)["library"] == "transformers"
     loaded = saved.load(saved.find(run))
     model = AutoModelForCausalLM.from_pretrained(out).eval()
@@ -211,9 +205,9 @@ def test_every_encoder_runs_and_all_its_exports_answer_without_fedpriv_as_predic
                     continue
                 runs[key], folders[key] = run, str(tmp_path / "out" / key.replace(" ", "-"))
                 fedpriv("export", run, folders[key], *option)
-    for instructs in (True, False):
-        key = f"causal {instructs}"
-        runs[key], folders[key] = causal_run(instructs, tmp_path / f"causal-{instructs}"), str(tmp_path / "out" / key)
+    for name, values in (("instructed", INSTRUCTS), ("plain", PLAIN)):
+        key = f"causal {name}"
+        runs[key], folders[key] = chat_run(tmp_path / f"causal-{name}", **values), str(tmp_path / "out" / key)
         fedpriv("export", runs[key], folders[key])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", RUNNER, json.dumps([folders, TEXTS, PROMPTS])]

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedpriv.models.publishing import gguf_files, saved
-from tests.chats import CHATML, INST, chat_model, chat_tokenizer
+from tests.chats import CHATML, INST, chat_tokenizer
 from tests.cli.command_line import fedpriv
-from tests.models.publishing.runs import CHAT
-from tests.served import save_run
+from tests.models.publishing.runs import chat_run
 
 WITH_DEFAULT = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are kind.<|im_end|>\n{% endif %}" + CHATML
@@ -167,14 +165,9 @@ def test_go_itself_agrees(name, tmp_path):
     assert done.stdout.split("\0")[:-1] == [jinja(tokenizer, chat) for chat in chats]
 
 
-def run_of(folder: Path, **values: Any) -> Path:
-    model = str(chat_model(folder / "model"))
-    return save_run(folder / "run", {"model": model, "data": "x.csv", **CHAT, **values}, ("global",))
-
-
 def test_a_modelfile_puts_a_prompt_as_predict_does_and_ends_an_answer_there(tmp_path):
     system, around = 'Say "it" kindly \U0001f642\nin  one line', "Q: {}\nIn one word?"
-    loaded = saved.load(saved.find(run_of(tmp_path, system_prompt=system, prompt_template=around)))
+    loaded = saved.load(saved.find(chat_run(tmp_path, system_prompt=system, prompt_template=around)))
     content, has_template = gguf_files.modelfile(loaded, has_model=True)
     found = dict(commands(content))
     assert has_template
@@ -194,7 +187,7 @@ def test_a_modelfile_puts_a_prompt_as_predict_does_and_ends_an_answer_there(tmp_
 
 
 def test_a_system_prompt_that_no_modelfile_can_hold_is_refused(tmp_path):
-    run = run_of(tmp_path, system_prompt='Quote """ so')
+    run = chat_run(tmp_path, system_prompt='Quote """ so')
     said = fedpriv("export", run, tmp_path / "out", "--gguf", code=2)[1]
     assert 'system_prompt: has """' in said
     assert not (tmp_path / "out").exists()

@@ -11,9 +11,8 @@ from transformers import AutoTokenizer
 
 from fedpriv.learning.adapters import load, load_base
 from fedpriv.models.publishing import saved
-from tests.chats import chat_model
 from tests.cli.command_line import as_json, fedpriv, refused
-from tests.models.publishing.runs import CHAT
+from tests.models.publishing.runs import chat_run
 from tests.served import LABELS, save_run
 from tests.stores import flip
 
@@ -119,18 +118,10 @@ def test_changed_tensors_are_refused_and_restored_from_a_store_without_loss_as_t
     assert as_json("predict", copy, "x")["label"] in LABELS
 
 
-@pytest.fixture(scope="module")
-def chooser(tmp_path_factory):
-    """A run of a model of prompts and responses."""
-    folder = tmp_path_factory.mktemp("chat")
-    values = {**CHAT, "model": str(chat_model(folder / "model")), "data": "x.csv", "prompt_template": "{}, in a word?"}
-    return save_run(folder / "run", values, ("global",), scale=0.5)
-
-
-def test_a_language_model_tells_the_likeliest_choice_of_each_record(chooser, tmp_path):
+def test_a_language_model_tells_the_likeliest_choice_of_each_record(tmp_path):
     """By the mean log-likelihood that transformers and peft alone give each choice in the template's own text."""
     prompts, choices = ["What is flu?", "a rash"], [("a disease", "pain today"), ("a cough", "no", "yes")]
-    folder = chooser.parent / "model"
+    chooser, folder = chat_run(tmp_path, prompt_template="{}, in a word?"), tmp_path / "model"
     model, tokenizer = load(str(folder), chooser / "variants" / "global"), AutoTokenizer.from_pretrained(folder)
 
     def score(prompt: str, choice: str) -> float:

@@ -58,13 +58,12 @@ def test_a_variant_that_a_token_may_not_use_looks_like_one_that_does_not_exist(t
     client = client_of(serving, file, add_new(file, "clinic", ["global"]))
     address, asked = ("completions", "prompt") if task == "CAUSAL_LM" else ("classify", "input")
     chat = {"messages": [{"role": "user", "content": "x"}]}
-    ways = [
+    for ask in (
         lambda name: client.post(f"/v1/{address}", json={"model": name, asked: "x"}),
         lambda name: client.post("/v1/chat/completions", json={"model": name, **chat}),
         lambda name: client.get(f"/v1/models/{name}"),
         lambda name: client.get(f"/v1/models/global?with={name}"),
-    ]
-    for ask in ways:
+    ):
         hidden, missing = ask("secret-variant"), ask("secret-varianx")
         assert hidden.status_code == missing.status_code == 404
         assert hidden.text.replace("secret-variant", "N") == missing.text.replace("secret-varianx", "N")

@@ -26,13 +26,9 @@ TEXTS = tuple(" ".join(WORDS[: 1 + 2 * number]) for number in range(5))
 def head_inputs(model, run) -> torch.Tensor:
     """What the first linear layer behind the encoder reads of each text while `run` runs the model."""
     found = []
-
-    def remember(_module, args):
-        found.append(args[0].detach())
-
     heads = re.compile(r"(^|\.)(pre_)?classifier(\.modules_to_save\.default)?(\.dense)?$")
     hooks = [
-        module.register_forward_pre_hook(remember)
+        module.register_forward_pre_hook(lambda _module, inputs: found.append(inputs[0].detach()))
         for name, module in model.named_modules()
         if heads.search(name) and type(module) is nn.Linear
     ]

@@ -14,6 +14,7 @@ from fedpriv.models.serving._classification import together
 from fedpriv.models.serving._engine import SharedBase
 from fedpriv.models.serving.requests import BusyError, Classify, Failed, TooLongError, UnknownVariantError
 from fedpriv.models.serving.sources import find, load
+from tests.failing import failing
 from tests.served import LABELS, Asked, ask_classes, eventually, hold, save_run, serving, to_classify
 from tests.tiny import WORDS
 
@@ -241,9 +242,7 @@ def test_a_pass_has_the_oldest_text_and_others_of_its_length():
 def test_after_a_step_that_fails_as_a_whole_or_a_reader_that_raises_the_next_requests_are_answered(
     scheduler, monkeypatch
 ):
-    def breaks(*_):
-        raise MemoryError("none left")
-
+    breaks = failing(MemoryError("none left"))
     with monkeypatch.context() as patched:
         patched.setattr(_classification, "together", breaks)
         failed = ask_classes(scheduler, "global", ("pain",)).last()
