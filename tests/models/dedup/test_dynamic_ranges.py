@@ -124,10 +124,6 @@ def test_by_the_rule_fewer_validations_than_greedy_20_whatever_is_answered(name,
     assert result.num_validations < max(1, math.ceil(num_blocks / 20))
 
 
-class Enough(Exception):  # noqa: N818 - ends a search
-    pass
-
-
 @dynamic
 def test_the_rule_depends_on_answers_already_given_alone(name):
     """Two validations that differ from some answer on see the same questions up to there."""
@@ -139,11 +135,11 @@ def test_the_rule_depends_on_answers_already_given_alone(name):
 
             def accept(positions, asked=asked, flipped=flipped, answers=answers):
                 if len(asked) == len(answers):
-                    raise Enough
+                    raise InterruptedError
                 asked.append(positions)
                 return answers[len(asked) - 1] ^ (len(asked) - 1 >= flipped)
 
-            with suppress(Enough):
+            with suppress(InterruptedError):
                 ALGORITHMS[name](700, accept)
             traces.append(asked)
         for flipped, asked in enumerate(traces):

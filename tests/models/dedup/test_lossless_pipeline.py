@@ -10,6 +10,7 @@ from fedpriv.errors import InputError
 from fedpriv.models.dedup import DedupSettings, deduplicate
 from fedpriv.models.variants.store import Store
 from fedpriv.models.variants.stored import kept_for_others
+from tests.failing import failing
 from tests.models.variants.test_blocks import same_bits
 from tests.stores import content_of, described
 
@@ -25,8 +26,7 @@ class Signs:
     def utilities(self, tensors, records):
         return (tensors["w"][records] > 0).astype(float)
 
-    def saliency(self, tensors, records):
-        raise AssertionError("no saliency is needed, so none may be measured or paid for")
+    saliency = failing(AssertionError("no saliency is needed, so none may be measured or paid for"))
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +80,11 @@ def test_whoever_removes_the_reference_is_told_whose_values_stay(whole, tmp_path
 
 
 def test_an_interrupted_one_goes_on_and_another_way_is_refused(tensors, whole, tmp_path):
-    class InterruptError(Exception):
-        pass
-
     def until_five(progress):
         if progress.stored and progress.num_stored == 5:
-            raise InterruptError
+            raise InterruptedError
 
-    with Store(tmp_path / "s") as store, pytest.raises(InterruptError):
+    with Store(tmp_path / "s") as store, pytest.raises(InterruptedError):
         deduplicate(variants(), tensors.__getitem__, {}, store, SETTINGS, observer=until_five)
     stored(tmp_path / "s", tensors)
     assert content_of(tmp_path / "s") == content_of(whole[0])

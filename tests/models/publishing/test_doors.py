@@ -110,45 +110,32 @@ def expected(run: Path, base: Path, text: str) -> Answer:
     return found
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_run_and_a_store_that_was_moved_answer_alike(door, run, base, moved):
+def test_a_run_and_a_store_that_was_moved_answer_alike(run, base, moved):
     known = expected(run, base, LONG)
-    assert DOORS[door](run, "", LONG) == pytest.approx(known, abs=1e-5)
-    if door in OF_A_STORE:
-        assert DOORS[door](moved, str(base), LONG) == pytest.approx(known, abs=1e-5)
+    for name, door in DOORS.items():
+        assert door(run, "", LONG) == pytest.approx(known, abs=1e-5), name
+        assert name not in OF_A_STORE or door(moved, str(base), LONG) == pytest.approx(known, abs=1e-5), name
 
 
-@pytest.fixture(scope="module")
-def homeless(tiny_bert, tmp_path_factory):
-    """A run whose base lies elsewhere now."""
-    base, run = made(tmp_path_factory.mktemp("homeless"), tiny_bert)
-    known = expected(run, base, SHORT)
-    return run, shutil.move(base, base.parent / "elsewhere"), known
+def test_a_base_that_was_moved_is_the_one_that_is_named(tiny_bert, tmp_path):
+    base, run = made(tmp_path, tiny_bert)
+    known, elsewhere = expected(run, base, SHORT), tmp_path / "elsewhere"
+    shutil.move(base, elsewhere)
+    for name, door in DOORS.items():
+        assert door(run, str(elsewhere), SHORT) == pytest.approx(known, abs=1e-5), name
+        for named in ("", "/nowhere/base"):
+            with pytest.raises(InputError, match="model = "):
+                door(run, named, SHORT)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_base_that_was_moved_is_the_one_that_is_named(door, homeless):
-    run, base, known = homeless
-    assert DOORS[door](run, str(base), SHORT) == pytest.approx(known, abs=1e-5)
-    for named in ("", "/nowhere/base"):
-        with pytest.raises(InputError, match="model = "):
-            DOORS[door](run, named, SHORT)
-
-
-@pytest.fixture(scope="module")
-def altered(base, tmp_path_factory):
-    """The base with other weights."""
-    copy = shutil.copytree(base, tmp_path_factory.mktemp("altered") / "base")
-    weights = copy / "model.safetensors"
+def test_a_base_with_other_weights_is_refused(run, moved, base, tmp_path):
+    altered = shutil.copytree(base, tmp_path / "base")
+    weights = altered / "model.safetensors"
     save_file({name: tensor + 0.01 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    return copy
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_a_base_with_other_weights_is_refused(door, run, moved, altered):
-    for source in [run, moved] if door in OF_A_STORE else [run]:
-        with pytest.raises(InputError, match="its weights are not those that this adapter was trained on"):
-            DOORS[door](source, str(altered), SHORT)
+    for name, door in DOORS.items():
+        for source in [run, moved] if name in OF_A_STORE else [run]:
+            with pytest.raises(InputError, match="its weights are not those that this adapter was trained on"):
+                door(source, str(altered), SHORT)
 
 
 def test_a_pickle_beside_the_tensors_is_never_read(run, base, tmp_path):

@@ -113,12 +113,6 @@ def run(model) -> Path:
     return causal_run(model.parent / "run", model)
 
 
-@pytest.fixture(scope="module")
-def both(run) -> Path:
-    """Both files of it, in float16."""
-    return exported(run, run.parent / "both")
-
-
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
@@ -227,8 +221,8 @@ def test_a_base_that_came_from_a_gguf_file_keeps_its_tokenizer_and_license(tmp_p
     assert gap(logits(out / "model.gguf", TOKENS[:3]), reference(run, TOKENS[:3])) < 1e-4
 
 
-def test_files_are_a_function_of_the_variant_and_say_nothing_else(run, both, tmp_path):
-    first, second = both, exported(run, tmp_path / "b")
+def test_files_are_a_function_of_the_variant_and_say_nothing_else(run, tmp_path):
+    first, second = exported(run, tmp_path / "a"), exported(run, tmp_path / "b")
     names = sorted(path.name for path in first.iterdir())
     assert names == ["Modelfile", "README.md", "adapter.gguf", "model.gguf"]
     for name in names:

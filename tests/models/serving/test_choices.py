@@ -18,16 +18,12 @@ def scheduler(chat_run):
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(scheduler):
-    return client_of(scheduler)
-
-
 def asked(client, choices, texts=TEXTS, **more):
     return client.post("/v1/classify", json={"model": "client-0", "input": texts, "choices": choices, **more})
 
 
-def test_each_choice_has_the_share_of_its_mean_likelihood(client, chat_run):
+def test_each_choice_has_the_share_of_its_mean_likelihood(scheduler, chat_run):
+    client = client_of(scheduler)
     found = asked(client, CHOICES).json()
     loaded = saved.load(saved.find(chat_run, variant="client-0"))
     for row, own, scores in zip(found["data"], CHOICES, saved.choose(loaded, TEXTS, CHOICES), strict=True):
@@ -54,8 +50,9 @@ def test_what_are_no_choices_is_refused_by_name(scheduler):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.json()
 
 
-def test_classifiers_have_labels_of_their_own_and_language_models_none(client):
-    answer = asked(client_of(FakeServing(task="SEQ_CLS")), ["a", "b"])
+def test_classifiers_have_labels_of_their_own_and_language_models_none(scheduler):
+    client, of_classifiers = client_of(scheduler), client_of(FakeServing(task="SEQ_CLS"))
+    answer = asked(of_classifiers, ["a", "b"])
     assert "choices: are for language models" in answer.json()["error"]["message"]
     assert client.post("/v1/classify", json={"model": "client-0", "input": "x"}).status_code == 400
     embedding = client.post("/v1/embeddings", json={"model": "client-0", "input": "x", "choices": ["a", "b"]})
