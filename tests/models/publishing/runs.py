@@ -27,10 +27,10 @@ OF_THE_RUN = ("ledger", "public_data", "budget_epsilon", "target_epsilon")
 SAVED, SAVED_AT = dict[str, Path](), tempfile.TemporaryDirectory()
 
 
-def chat_run(folder: Path, **values: object) -> Path:
-    """A run of a small language model in a folder, with a random variant."""
+def chat_run(folder: Path, names: tuple[str, ...] = ("global",), **values: object) -> Path:
+    """A run of a small language model, which lies beside it, with random variants."""
     base = {"model": str(chat_model(folder / "model")), "data": "x.csv"}
-    return save_run(folder / "run", base | CHAT | values, ("global",), scale=0.5)
+    return save_run(folder / "run", base | CHAT | values, names, scale=0.5)
 
 
 def store_of(

@@ -6,22 +6,19 @@ from typing import Any
 import pytest
 
 from fedpriv.models.serving._generation import Generation
-from tests.chats import chat_model
-from tests.served import save_run
+from tests.models.publishing import runs
 
 NAMES = ("global", "client-0", "client-1")
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_model(tmp_path_factory.mktemp("chat") / "model")
+def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.chat_run(tmp_path_factory.mktemp("chat"), NAMES)
 
 
 @pytest.fixture(scope="session")
-def chat_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    columns = {"prompt_column": "prompt", "response_column": "response", "data": "x.csv"}
-    values = {"model": str(model), "task": "CAUSAL_LM", "layers": "all", "normalize_features": False, **columns}
-    return save_run(tmp_path_factory.mktemp("served") / "run", values, NAMES, scale=0.5)
+def model(chat_run: Path) -> Path:
+    return chat_run.parent / "model"
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedpriv.learning import adapters
-from fedpriv.learning.adapters._base_models import load_tokenizer
 from fedpriv.models.serving.requests import BASE, Embed, ServingError
 from tests.models.serving.fake import FakeServing, vector
 from tests.models.serving.running import running
@@ -44,7 +43,7 @@ def test_vectors_of_mixed_requests_are_plain_peft_s(tiny_bert, tmp_path, monkeyp
     recipe = "fedpriv" if normalize else "per-sample"
     values = {"model": str(tiny_bert), "layers": "all", "rank": 4, "recipe": recipe}
     run = save_run(tmp_path / "run", values, NAMES)
-    tokenizer = load_tokenizer(str(tiny_bert))
+    tokenizer = adapters.load_tokenizer(str(tiny_bert))
     with serving(run) as scheduler:
         assert scheduler.embeds
         texts = tuple(map(scheduler.encode, TEXTS))

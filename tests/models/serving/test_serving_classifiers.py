@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fedpriv.learning import adapters
-from fedpriv.learning.adapters._base_models import load_tokenizer
 from fedpriv.models.serving import _classification
 from fedpriv.models.serving._classification import together
 from fedpriv.models.serving._engine import SharedBase
@@ -65,7 +64,7 @@ def test_mixed_requests_answer_as_each_variant_alone_in_plain_peft(run, tiny_ber
         }
         answers = {key: found.last() for key, found in asked.items()}
         statistics = scheduler.statistics()
-    tokenizer = load_tokenizer(str(tiny_bert))
+    tokenizer = adapters.load_tokenizer(str(tiny_bert))
     plain = {name: adapters.load(str(tiny_bert), run / "variants" / name) for name in NAMES}
     for (name, length), answer in answers.items():
         for own, each in zip(answer.probabilities, (text(length), text(length + 1)), strict=True):

@@ -13,7 +13,6 @@ import torch
 from openai import OpenAI
 
 from fedpriv.learning import adapters
-from fedpriv.learning.adapters._base_models import load_tokenizer
 from fedpriv.models.serving._engine import SharedBase
 from fedpriv.models.serving._texts import Text
 from fedpriv.models.serving.requests import BASE, Failed, Finished, Generate, ServingError, TooLongError
@@ -242,7 +241,7 @@ PROMPT, CHAT = "The heart is", [{"role": "user", "content": "What is influenza?"
 
 def generated(plain: Any, *, is_chat: bool) -> str:
     """What transformers and peft alone generate."""
-    tokenizer = load_tokenizer(MODEL)
+    tokenizer = adapters.load_tokenizer(MODEL)
     chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(chat if is_chat else PROMPT, return_tensors="pt", add_special_tokens=not is_chat).input_ids
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
