@@ -74,7 +74,7 @@ class Asked:
 
     def __init__(self, scheduler: Scheduler, request: Request) -> None:
         self._events: queue.Queue[Event] = queue.Queue()
-        self.pieces: list[str] = []
+        self.pieces: list[Piece] = []
         self.ticket = scheduler.submit(request, self._events.put)
 
     def next(self, seconds: float = 60.0) -> Event:
@@ -83,12 +83,12 @@ class Asked:
     def last(self) -> Event:
         """The last event; pieces before it are kept."""
         while isinstance(event := self.next(), Piece):
-            self.pieces.append(event.text)
+            self.pieces.append(event)
         return event
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(piece.text for piece in self.pieces)
 
     @property
     def is_silent(self) -> bool:

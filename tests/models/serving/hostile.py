@@ -260,9 +260,8 @@ def ask_all(
     """All answers; four quick requests are sent at once, and all slow ones beside them."""
     quick, slow = [r for r in requests if not r.pause], [r for r in requests if r.pause]
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(max(1, len(slow))) as other:
-        waiting = [(r, other.submit(ask, address, r, trust)) for r in slow] + [
-            (r, pool.submit(ask, address, r, trust)) for r in quick
-        ]
+        shared = (other, slow), (pool, quick)
+        waiting = [(each, by.submit(ask, address, each, trust)) for by, some in shared for each in some]
         return [(request, *future.result()) for request, future in waiting]
 
 

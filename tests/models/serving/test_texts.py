@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from fedpriv.learning import adapters
 from fedpriv.learning.data.chat import ChatFormat
 from fedpriv.models.serving._texts import Tokenizing, TokenTexts, next_token, penalized
-from fedpriv.models.serving.requests import Finished, Generate, Piece, ServingError, TooLongError
+from fedpriv.models.serving.requests import Finished, Generate, ServingError, TooLongError
 from tests.chats import chat_tokenizer
 from tests.marks import slow
 from tests.served import Asked, serving
@@ -108,11 +108,9 @@ def log_probabilities(chat_run, model):
 def ask(scheduler, **options):
     """All events of an answer by `global`."""
     asked = Asked(scheduler, Generate(variant="global", prompt=PROMPT, **{"max_new_tokens": NUM_NEW, **options}))
-    events = []
-    while not isinstance(event := asked.next(), Finished):
-        assert isinstance(event, Piece), event
-        events.append(event)
-    return events, event
+    finished = asked.last()
+    assert isinstance(finished, Finished), finished
+    return asked.pieces, finished
 
 
 def chosen(pieces):
