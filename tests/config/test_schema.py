@@ -164,10 +164,8 @@ def clone(tmp_path_factory) -> Path:
 
 
 def test_a_key_of_a_new_section_appears_wherever_keys_are_without_another_edit(clone):
-    environment = os.environ | {"PYTHONPATH": f"{clone}:{clone}/docs/_hooks"}
-    done = subprocess.run(
-        [sys.executable, "-c", USE], cwd=clone, env=environment, capture_output=True, text=True, check=True
-    )
+    there = {"cwd": clone, "env": os.environ | {"PYTHONPATH": f"{clone}:{clone}/docs/_hooks"}}
+    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, check=True, **there)
     *paths, line = done.stdout.splitlines()
     assert sorted(paths) == ["docs/configuration.md", "fedpriv/config/keys.py", "pyproject.toml"]
     found = json.loads(line)

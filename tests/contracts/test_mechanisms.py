@@ -99,16 +99,9 @@ class Laplace:
 
     def planned_events(self, request):
         self.checked(request.parameters, request.noise_multiplier)
-        l1_factor = math.sqrt(request.dimension) * request.sensitivity_factor
-        return [
-            SubsampledLaplace(
-                noise_multiplier=request.noise_multiplier / l1_factor,
-                sampling_probability=probability,
-                count=request.count,
-                unit=request.unit,
-            )
-            for probability in request.sampling_probabilities
-        ]
+        z = request.noise_multiplier / (math.sqrt(request.dimension) * request.sensitivity_factor)
+        shared = {"noise_multiplier": z, "count": request.count, "unit": request.unit}
+        return [SubsampledLaplace(sampling_probability=q, **shared) for q in request.sampling_probabilities]
 
     def add_noise(self, sums, request, sources):
         request.check_fits(sums, sources)
@@ -330,17 +323,11 @@ def test_a_target_epsilon_is_met_by_scaling_the_noise(small_run, name):
     config = parse(values_of(small_run, name, target_epsilon=3.0, noise_multiplier=BY_RECIPE, rounds=2))
     initial = workbench(parse(small_run)).initial
     spec = UpdateSpec.of(calibrated(config, [84, 56, 52], initial))
-    request = NoiseRequest(
-        parameters=spec.mechanism_parameters,
-        noise_multiplier=spec.noise_multiplier,
-        clip_norm=spec.clip_norm,
-        dimension=sum(tensor.numel() for tensor in initial.values()),
-        sampling_probabilities=(8 / 84, 8 / 56, 8 / 52),
-        count=4,
-    )
+    steps = {"clip_norm": spec.clip_norm, "sampling_probabilities": (8 / 84, 8 / 56, 8 / 52), "count": 4}
+    steps |= {"dimension": sum(tensor.numel() for tensor in initial.values()), "parameters": spec.mechanism_parameters}
 
     def cost(noise_multiplier):
-        events = MECHANISMS[name].planned_events(replace(request, noise_multiplier=noise_multiplier))
+        events = MECHANISMS[name].planned_events(NoiseRequest(noise_multiplier=noise_multiplier, **steps))
         return max(epsilon_of([event], 1e-5).epsilon for event in events)
 
     assert cost(spec.noise_multiplier) <= 3.0 < cost(0.99 * spec.noise_multiplier)

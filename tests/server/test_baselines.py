@@ -29,9 +29,6 @@ Row = tuple[str, str]
 Bench = Callable[..., tuple[Baselines | None, Workbench]]
 
 
-SWAP = {LABELS[0]: LABELS[1], LABELS[1]: LABELS[0]}
-
-
 def write(path: Path, rows: Sequence[tuple[str, ...]]) -> str:
     """A table of these records, with their holders if they are given."""
     with path.open("w", newline="") as file:
@@ -40,7 +37,7 @@ def write(path: Path, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def swapped(rows: Sequence[Row]) -> list[Row]:
-    return [(text, SWAP[label]) for text, label in rows]
+    return [(text, LABELS[1 - LABELS.index(label)]) for text, label in rows]
 
 
 @pytest.fixture
@@ -196,9 +193,7 @@ def test_on_nodes_every_test_record_is_predicted_from_the_others_and_few_are_no_
     assert baselines_of([], records(1), **nodes)[0] is None
 
 
-@pytest.mark.parametrize(
-    ("keys", "told"), [({"public_data": True}, True), ({"simulate": True}, True), ({}, False)], ids=str
-)
+@pytest.mark.parametrize(("keys", "told"), [({"public_data": True}, True), ({"simulate": True}, True), ({}, False)])
 def test_the_labels_of_a_client_are_told_only_where_nobody_s_privacy_depends_on_them(keys, told):
     clients = (TextData(texts=("x", "y", "z"), labels=("a", "b", "a")),)
     bench = SimpleNamespace(data=SimpleNamespace(clients=clients))

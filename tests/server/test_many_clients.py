@@ -248,8 +248,7 @@ def resident_bytes() -> int:
 
 def written(path: Path, phase: str) -> list[Entry]:
     """The entries of one kind of a ledger that opens, which checks its chain."""
-    with Ledger(path):
-        pass
+    Ledger(path).close()
     with reading(path) as db:
         return [entry for entry in db.entries() if entry.phase == phase]
 

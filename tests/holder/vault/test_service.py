@@ -109,11 +109,6 @@ def test_another_vault_a_file_or_a_link_in_the_place_of_a_socket_is_refused_and_
     _listener(left, mode=0o600).close()
 
 
-def charges(settings: VaultSettings, run: str) -> int:
-    with reading(settings.ledger) as db:
-        return sum(entry.phase == "charged" and entry.run == run for entry in db.entries())
-
-
 # Every day a vault's child dies so, in test_closing.py, and deployment tests kill every process of a node.
 @pytest.mark.slow
 def test_a_vault_that_is_killed_and_restarted_answers_what_it_had_answered(settings, train, vault):
@@ -140,7 +135,8 @@ def test_a_killed_vault_leaves_no_process_with_the_records_and_is_closed_until_i
     assert ask(settings.socket, request).reason.startswith("refused: closed")
     settings.closed.unlink()
     assert not ask(settings.socket, request).code, "noise alone"
-    assert charges(settings, "orphan") == 1
+    with reading(settings.ledger) as db:
+        assert sum(entry.phase == "charged" and entry.run == "orphan" for entry in db.entries()) == 1
 
 
 def test_it_ends_with_the_program_that_started_it(settings, tmp_path, tiny_bert):
