@@ -73,11 +73,11 @@ def get_metadata_hook() -> type[Address]:
 
 
 def _programs(root: Path) -> Iterator[Path]:
-    """The source and the configurations of the programs, less what only the repository needs."""
+    """The source of the programs and what they read beside it, less what only the repository needs."""
     for folder in _PROGRAMS:
         for file in (root / folder).rglob("*"):
             name = file.relative_to(root).as_posix()
-            if file.suffix in {".py", ".toml"} and not any(name.startswith(left) for left in _LEFT_OUT):
+            if file.suffix in {".py", ".toml", ".bash"} and not any(name.startswith(left) for left in _LEFT_OUT):
                 yield file
 
 

@@ -10,8 +10,10 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,6 +220,19 @@ def test_private_flower_names_live_in_one_file_a_side():
     for file, names in imports().items():
         if file not in files:
             assert not [name for name in names if name.startswith(private) and name != public], file
+
+
+def test_all_that_programs_read_beside_their_code_travels_in_the_wheel():
+    """Without hatchling, which the hook imports, and which nothing else of the everyday tests needs."""
+    parts = ("_PROGRAMS", "_LEFT_OUT", "def _programs")
+    hook: dict[str, Any] = {"Iterator": Iterator, "Path": Path}
+    for each in ast.parse((ROOT / "hatch_build.py").read_text()).body:
+        if ast.unparse(each).startswith(parts):
+            exec(ast.unparse(each), hook)
+    files = [each for folder in hook["_PROGRAMS"] for each in (ROOT / folder).rglob("*") if each.is_file()]
+    kept = {each for each in files if each.suffix != ".pyc"}
+    kept -= {each for each in kept for left in hook["_LEFT_OUT"] if each.is_relative_to(ROOT / left)}
+    assert kept == set(hook["_programs"](ROOT))
 
 
 def test_nothing_outside_the_tests_imports_them():

@@ -90,7 +90,7 @@ def test_a_clone_and_the_wheel_give_one_bundle(wheel, tmp_path):
 def test_the_commands_work_where_nothing_else_is_installed(installed, trapped):
     assert "coordinator" in run(trapped, installed / "fedpriv", "--help")
     assert "2.327" in run(trapped, installed / "fedpriv", *ACCOUNT.split())
-    assert "accounting" in run(trapped, installed / "python", "-c", "import fedpriv; print(dir(fedpriv))")
+    assert "privacy" in run(trapped, installed / "python", "-c", "import fedpriv; print(dir(fedpriv))")
 
 
 @pytest.mark.parametrize(
