@@ -41,6 +41,7 @@ from fedpriv.runs.figures import (
 from fedpriv.runs.show import _plots
 from fedpriv.runs.show import _tables as tables
 from fedpriv.runs.show._tables import Stored, TextTable, accuracies_to_beat
+from fedpriv.runs.show._tracker import without_folders
 from fedpriv.texts import holder_label, percent_up
 
 
@@ -422,7 +423,8 @@ def paper_of(run: RunFolder) -> Paper:
     kept = "" if not why_not_private(run) else " This run itself protects nobody, since its noise is known or absent."
     method = f"{config.get('aggregation', 'LoRA')} (rank {config['rank']})" if "rank" in config else "LoRA"
     sentence = (
-        f"We fine-tuned {config.get('model', 'a model')} with {method} over {summary['num_clients']} holders in "
+        f"We fine-tuned {without_folders(config.get('model', 'a model'))} with {method} over "
+        f"{summary['num_clients']} holders in "
         f"{summary['num_rounds']} rounds. What each holder released satisfies ({format_bound(epsilon)}, {delta})-"
         f"differential privacy for {whose}, where neighbouring data sets differ in "
         f"{adjacency_of(unit, summary.get('holders_per_person') or 1)}, against {against}. The "

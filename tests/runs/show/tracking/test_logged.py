@@ -5,9 +5,12 @@ import math
 from dataclasses import asdict, fields
 from typing import get_type_hints
 
+import tomli_w
+
 from fedpriv.config import RunConfig
 from fedpriv.runs._rows import RoundRow
-from fedpriv.runs.show import _tracker
+from fedpriv.runs.show import _tracker, _tracking
+from fedpriv.runs.show._tables import nothing_stored
 from fedpriv.runs.show._tracker import MOST_CLIENTS, ROUND_METRICS, MetricPoint, run_name
 from tests.runs.show.tracking.folders import SECRET, client_row, config, round_row, summary
 
@@ -45,6 +48,18 @@ def test_final_figures_are_the_summary_s_numbers_and_facts_its_words():
     assert not any(name.startswith("final_") for name in _tracker.final_figures(many)), "more than a page can show"
     assert _tracker.facts(summary()) == {"private": "true", "noise_source": "secure", "ledger_head": "abc"}
     assert _tracker.facts(summary() | {"private": False})["private"] == "false"
+
+
+def test_no_path_is_in_what_goes_to_a_tracker_as_files(write_run, tmp_path):
+    run_dir, sent = write_run(), tmp_path / "sent"
+    kept = {key: value for key, value in asdict(config(run_dir)).items() if value is not None}
+    (run_dir / "config.toml").write_text(tomli_w.dumps(kept))
+    sent.mkdir()
+    _tracking.stage_run(run_dir, sent, nothing_stored)
+    text = "".join(path.read_text() for path in sent.iterdir())
+    assert "We fine-tuned my-model with" in text
+    assert SECRET not in text
+    assert str(tmp_path) not in text
 
 
 def test_no_path_and_no_machine_is_in_the_parameters():
