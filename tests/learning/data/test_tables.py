@@ -56,7 +56,7 @@ TOO_MANY = {
 }
 UNREADABLE = [
     *(("r.csv", content, "holds no records") for content in ("", "text,label\n", "text,label\n\n")),
-    *(("r.jsonl", "", "holds no records"), ("r.csv.gz", gzip.compress(b""), "holds no records")),
+    *(("r.jsonl", "", "holds no records"), ("r.csv.gz", gzip.compress(b"", mtime=0), "holds no records")),
     *(("r.csv.gz", content, "cannot be read") for content in ("x", "text,label\na,b\n")),
     *(("r.parquet", content, "cannot be read") for content in ("x", "no parquet")),
     *(("r.txt", "x", "unknown format"), ("r.jsonl", '{"text": \n', "line 1: cannot be read")),
