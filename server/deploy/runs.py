@@ -21,6 +21,7 @@ from fedpriv.apps import FLOWER_APP
 from fedpriv.errors import FlowerError
 from fedpriv.files import read_text
 from fedpriv.holder.sums import smallest_threshold
+from fedpriv.learning.data.federated import is_natural
 from fedpriv.operate import approvals
 from fedpriv.operate.flower import (
     environment,
@@ -104,9 +105,12 @@ def run_values(coordinator: Coordinator, overrides: Sequence[str]) -> dict[str, 
     if values.get("resume"):
         original = configuration.read(run_folder_of(Path(values["resume"])) / CONFIG)
     else:
-        known = coordinator.registered()
-        original = ({"num_clients": max(known) + 1} if known else {}) | coordinator.planned
+        known, planned = coordinator.registered(), coordinator.planned
+        original = ({"num_clients": max(known) + 1} if known else {}) | planned
         chosen = {**original, **values}
+        config = configuration.parse({**defaults, **chosen})
+        if "num_clients" not in {**planned, **values} and config.data != configuration.ON_NODES and is_natural(config):
+            original.pop("num_clients", None)  # such data have holders of their own, of whom some may not have a node
         if known and chosen.get("secure_aggregation") is True and "min_clients" not in chosen:
             original["min_clients"] = _needed(coordinator, int(chosen.get("colluding_clients", 0)))
     config = configuration.parse({**defaults, **original, **values})

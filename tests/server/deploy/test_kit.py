@@ -257,6 +257,10 @@ def test_a_run_begins_as_planned_with_all_who_are_registered(planned, tmp_path):
     for number, more in ((4, []), (5, ["colluding_clients=3"]), (3, ["min_clients=3"])):
         assert runs.run_values(planned, more)["min_clients"] == number
     assert runs.run_values(planned, ["secure_aggregation=false"])["min_clients"] == 1
+    planned.plan.write_text("")
+    # The corpus has five holders, whoever is registered.
+    numbers = [runs.run_values(planned, more)["num_clients"] for more in ([], ["partition=iid"], ["num_clients=7"])]
+    assert numbers == [5, 6, 7]
     planned.plan.write_text("rouns = 3\n")
     with pytest.raises(InputError, match="rouns: unknown configuration key"):
         runs.run_values(planned, [])
